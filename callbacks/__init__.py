@@ -149,7 +149,10 @@ def _replacements(callback: Callback, added: list[Callback], standard_classes: t
 
 def _add(callbacks: list[Callback], more: Iterable[Callback]) -> None:
     """Appends callbacks, each once: one that replaces two standard callbacks must not be called twice."""
-    callbacks += [callback for callback in more if callback not in callbacks]
+    for callback in more:
+        # By identity: two of the user's that are equal, as dataclasses can be, are two.
+        if not any(callback is other for other in callbacks):
+            callbacks.append(callback)
 
 
 def _order(callback: Callback) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import numbers
+from typing import TypeGuard
 
 from callbacks.types import Json, JsonObject
 
 
-def is_whole(value: object, least: float, most: float = math.inf) -> bool:
+def is_whole(value: object, least: float, most: float = math.inf) -> TypeGuard[int]:
     """Whether it is a whole number of any type but bool, within these bounds."""
     # NumPy's integers are Integral, too; and so is bool, but `patience=True` is a mistake.
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= int(value) <= most

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Literal, Protocol
 
+from callbacks.arguments import is_whole
 from callbacks.types import (
     Backend,
     Data,
@@ -221,15 +222,17 @@ class Schedule:
         self.seconds: float | None = None
         self.call = every == "call"
         self.epoch = every == "epoch"
-        self.at = every if isinstance(every, tuple) else ()
-        # `True` is an int to Python, but no number of steps.
-        if isinstance(every, int) and not isinstance(every, bool) and every >= 1:
-            self.steps = every
+        self.at: tuple[int, ...] = ()
+        if isinstance(every, tuple) and all(is_whole(step, 0) for step in every):
+            self.at = every
+        if is_whole(every, 1):
+            self.steps = int(every)
         elif isinstance(every, str) and (time := re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h)", every)):
             self.seconds = float(time[1]) * {"s": 1, "m": 60, "h": 3600}[time[2]]
         elif not (self.call or self.epoch or self.at):
             raise ValueError(
-                f'every={every!r} is no schedule: give "epoch", "call", a number of steps >= 1, or a time like "10s"'
+                f'every={every!r} is no schedule: give "epoch", "call", a number of steps >= 1, a tuple of steps, or a '
+                'time like "10s"'
             )
         self._last = 0.0
 

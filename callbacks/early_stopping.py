@@ -7,7 +7,6 @@ from pathlib import Path
 from callbacks.arguments import check, stored_number
 from callbacks.base import Run
 from callbacks.checkpoint import step_of, tell_lost_best
-from callbacks.formats import number, plural
 from callbacks.patience import Patience
 from callbacks.types import Data, JsonObject
 
@@ -43,6 +42,8 @@ class EarlyStopping(Patience):
     def on_setup(self, run: Run) -> None:
         super().on_setup(run)
         self.best_step = None
+        if self.restore_best and run.best_is_judged:
+            raise ValueError("two EarlyStopping(restore_best=True): only one says which weights are the result")
         run.best_is_judged |= self.restore_best  # else `Checkpoint` would choose the result by its own metric
 
     def on_data(self, run: Run, data: Data) -> Data:
@@ -73,7 +74,7 @@ class EarlyStopping(Patience):
             run.save("best", later=True)
 
     def act(self, run: Run) -> None:
-        run.stop(f"{self.metric} has not improved on {number(self.best)} for {plural(self.waited, 'measurement')}")
+        run.stop(self.waited_for())
 
     def state_dict(self) -> JsonObject:
         return super().state_dict() | {"best_step": self.best_step}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from callbacks.arguments import stored_number
 from callbacks.base import Callback, Metrics, Run, as_floats
+from callbacks.files import hidden_name, replacing
 from callbacks.learning_rate import optimizers_of, rate_of
 from callbacks.types import Data, Foreign, Json, JsonObject, Optimizer
 
@@ -40,7 +42,7 @@ class FromKeras(Callback):
 
     A resumed run calls `on_train_begin` again, and then gives the callback those of its attributes that had changed
     since then, if they are numbers, texts, flags, or lists and dicts of these, and aren't arguments of its constructor.
-    `on_epoch_begin` is called once for each epoch. A `CSVLogger` appends.
+    `on_epoch_begin` is called once for each epoch. A `CSVLogger` appends, and has each epoch once.
 
     Args:
         callback: the callback of Keras.
@@ -83,11 +85,17 @@ class FromKeras(Callback):
             self.callback.append = self._appends or path is not None
             self.callback.append_header = True  # Keras looks whether the file has one, where it appends
             self.callback.keys = None
+            goes_on = path is not None and path.is_relative_to(run.directory)  # in another directory, the rows stay
+            if goes_on and run.backend.is_chief:
+                _cut(Path(self.callback.filename), str(self.callback.sep), run.progress.epoch)
 
     def on_fit_start(self, run: Run) -> None:
         self._view = _ModelView(run)
         if run.backend.is_chief:
-            params = {"verbose": 0, "epochs": run.options["epochs"], "steps": self._steps_per_epoch}
+            epochs = run.options["epochs"]
+            if run.options["steps"] and self._steps_per_epoch:  # `epochs` isn't given then
+                epochs = math.ceil(run.options["steps"] / self._steps_per_epoch)
+            params = {"verbose": 0, "epochs": epochs, "steps": self._steps_per_epoch}
             self.callback.set_params(params)
             self.callback.set_model(self._view)
         self._call(run, "on_train_begin")
@@ -177,6 +185,23 @@ class FromKeras(Callback):
             is_method = name.startswith("__") or callable(getattr(type(self.callback), name, None))
             if name not in settings and not is_method:
                 self._restored[name] = value
+
+
+def _cut(path: Path, separator: str, epoch: int) -> None:
+    """Removes the rows of epochs that a killed run has made after its checkpoint: the resumed run makes them again."""
+    if not path.is_file():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    rows = list(lines)
+    while len(rows) > 1:  # the first one is the header
+        index = rows[-1].decode(errors="replace").partition(separator)[0]
+        is_whole = rows[-1].endswith(b"\n")  # else the kill has torn it
+        if is_whole and not (index.isdecimal() and int(index) >= epoch):
+            break
+        rows.pop()
+    if rows != lines:
+        with replacing(path, aside=hidden_name(path)) as file:
+            file.writelines(rows)
 
 
 class _ModelView:

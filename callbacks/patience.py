@@ -7,6 +7,7 @@ import math
 from callbacks import metric_direction
 from callbacks.arguments import check, is_number, is_whole, stored_number
 from callbacks.base import Callback, Metrics, Run
+from callbacks.formats import number, plural
 from callbacks.types import JsonObject
 
 
@@ -71,6 +72,13 @@ class Patience(Callback):
         self.waited += 1
         if self.waited >= self.patience:
             self.act(run)
+
+    def waited_for(self) -> str:
+        """What it has waited for in vain, in words."""
+        measurements = plural(self.waited, "measurement")
+        if self.best is None:
+            return f"{self.metric} has not been finite for {measurements}"
+        return f"{self.metric} has not improved on {number(self.best)} for {measurements}"
 
     def state_dict(self) -> JsonObject:
         return {"metric": self.metric, "best": self.best, "waited": self.waited}

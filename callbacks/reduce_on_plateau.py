@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from callbacks.arguments import check, is_number, is_whole, stored_number
 from callbacks.base import Metrics, Run, as_floats
-from callbacks.formats import number, plural
+from callbacks.formats import number
 from callbacks.learning_rate import optimizers_of, rate_of
 from callbacks.patience import Patience
 from callbacks.run_record.redaction import tell
@@ -90,10 +90,8 @@ class ReduceOnPlateau(Patience):
             rates.append(min(before, max(before * self.factor, self.min_lr)))
             optimizer.learning_rate = rates[-1]
         if run.backend.is_chief:
-            tell(
-                f"step {run.progress.step:,}: {self.metric} has not improved on {number(self.best)} for "
-                f"{plural(self.waited, 'measurement')}: the learning rate is now {', '.join(map(number, rates))}"
-            )
+            now = ", ".join(map(number, rates))
+            tell(f"step {run.progress.step:,}: {self.waited_for()}: the learning rate is now {now}")
         self.waited = 0
         self._cooling = self.cooldown
 

@@ -103,6 +103,10 @@ def test_stdout_that_takes_nothing_is_one_line(arguments, unbuffered):
 
 BEFORE_TENSORFLOW = [
     (["train", "digits", "--checkpoint-every", "0"], "--checkpoint-every 0: every=0 is no schedule: give"),
+    (
+        ["train", "digits", "--track", "http://h", "--callback", "MLflowTracker(experiment='mine')"],
+        "--track with --callback MLflowTracker, which has an argument for it: leave one of them out",
+    ),
     (["train", "digits", "--start-timeout", "-1"], "--start-timeout -1.0: give a number of seconds > 0"),
     (["train", "digits", "--stall-timeout", "0"], "stall_timeout=0.0: give a number of seconds > 0"),
     (["train", "digits", "--profile", "5:2"], "profile='5:2': give the first and the last step to trace, such as"),

@@ -15,6 +15,7 @@ import time
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -25,14 +26,18 @@ from callbacks import (
     Callback,
     Checkpoint,
     EarlyStopping,
+    LambdaCallback,
     LearningRateMonitor,
     MLflowTracker,
     ReduceOnPlateau,
+    StandardSet,
+    complete,
     standard,
 )
 from loop import ArrayData, TrainTask, fit
 from loop.errors import UsageError
 from loop.launch import stderr
+from loop.run import bus
 from loop.target.task_loader import check
 from tests.conftest import TFLOOP
 from tests.tasks import Weighted
@@ -181,7 +186,7 @@ def test_any_text_is_a_file_with_or_without_the_class(tmp_path):
 def test_a_callback_that_waits_for_an_unknown_metric_is_refused_before_the_first_step(made, name, near, quiet):
     heard, message = Heard(), f"{name}: this run has no such metric; did you mean {near!r}?"
     with pytest.raises(UsageError, match=re.escape(message)):
-        fit(Weighted(), callbacks=quiet() + [made(), heard])
+        fit(Weighted(), callbacks=StandardSet(complete(quiet(), [made(), heard])))
     assert heard.steps == 0
 
 
@@ -202,18 +207,33 @@ def test_metrics_that_are_known_are_taken(quiet):
         def on_setup(self, run):
             run.gauges["pressure"] = lambda: 1.0
 
-    class Adds(Callback):
-        runs_on = "all"
-
-        def on_eval_end(self, run, metrics):
-            metrics["eval_bleu"] = 0.5
-
+    adds = LambdaCallback(eval_end=lambda run, metrics: metrics.update(eval_bleu=np.float32(0.5)))
     named = [EarlyStopping(name, mode="min") for name in ("loss", "error", "eval_error", "pressure", "learning_rate")]
     given = [Gauge(), LearningRateMonitor(), *named, Checkpoint(best="eval_error")]
     fit(Weighted(), callbacks=standard(mlflow=None, progress=None, checkpoint=None) + given)
-    fit(Weighted(), callbacks=quiet() + [Adds(), EarlyStopping("eval_bleu", mode="max")])
+    result = fit(Weighted(), callbacks=quiet() + [adds, EarlyStopping("eval_bleu", mode="max")])
+    assert result.history[-1]["eval_bleu"] == 0.5
     with pytest.raises(UsageError, match=r"this run makes no evaluation: define eval_data\(\), .* or watch 'loss'"):
         fit(Weighted(), eval_every="never", callbacks=quiet() + [EarlyStopping("eval_loss")])
+
+
+def test_metrics_that_a_callback_adds_are_for_those_behind_it_on_each_rank():
+    class Adds(Callback):  # on the chief alone
+        def on_eval_end(self, run, metrics):
+            metrics["eval_bleu"] = "high"
+
+    def check(is_chief, *given):
+        run = SimpleNamespace(backend=SimpleNamespace(is_chief=is_chief), callbacks={}, metric_names=lambda: ["loss"])
+        run.defer_errors = contextlib.nullcontext
+        bus.Bus(list(given), run).check_metrics()
+
+    check(False, Adds(), ReduceOnPlateau("eval_bleu", mode="max"))
+    with pytest.raises(UsageError, match=r"best='eval_bleu'\): this run .*; if Adds adds it, Adds must come first"):
+        check(True, Checkpoint(best="eval_bleu"), Adds())  # `Checkpoint` is at its place in the standard set
+    metrics = {"eval_bleu": "high"}
+    with pytest.raises(UsageError, match=r"Adds.on_eval_end has set the metric 'eval_bleu' to 'high': give a number"):
+        bus._as_numbers("Adds.on_eval_end", metrics)
+    assert metrics == {}
 
 
 def test_a_class_and_what_is_no_task_are_refused():

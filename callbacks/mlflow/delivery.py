@@ -19,11 +19,12 @@ import logging
 import os
 import posixpath
 import sqlite3
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from callbacks.files import SQLITE, appending, is_plain, read_json, sqlite_path
+from callbacks.files import SQLITE, appending, hidden_name, is_plain, read_json, sqlite_path, sqlite_uri
 from callbacks.mlflow import kept_models
 from callbacks.mlflow.description import BEST, SPEED, best_values, note
 from callbacks.mlflow.mlflow_run import MLflowRun
@@ -37,7 +38,7 @@ from callbacks.types import Foreign, JsonObject
 SENT = "tfloop.artifacts"
 """The tag with the number of the journal's artifacts that the store has."""
 _METRICS_AT_ONCE = 500  # MLflow takes 1000 metrics and 1 MB in a request
-_REFUSALS = (401, 403, 404)  # the states of HTTP of a store that answers, and takes nothing
+_REFUSALS = (400, 401, 403, 404)  # the states of HTTP of a store that answers, and takes nothing
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _loading = threading.Lock()  # two threads that import MLflow at once may deadlock
 _STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}  # anything else is KILLED
@@ -174,8 +175,13 @@ class Delivery:
                 send = self._client.log_artifacts if local.is_dir() else self._client.log_artifact
                 if not self._sends(name, send, local, to):
                     return  # without counting it: `close` tries once more
-                if entry.get("register"):
-                    self._register(str(entry["register"]), to)
+                if entry.get("register") and not self._is_replaced(entry):
+                    # A copy, since a run that goes on replaces its `model`, and a version must stay what it is.
+                    step = entry.get("step")
+                    copy = f"registered/step-{step if isinstance(step, int) else 0:08d}"
+                    if not self._sends(name, send, local, copy):
+                        return
+                    self._register(str(entry["register"]), copy)
                 self.artifacts += 1
             else:
                 self._missing[name] = None
@@ -183,8 +189,13 @@ class Delivery:
             # After each one, so that a kill leaves at most one to be sent again.
             self._client.set_tag(self.run_id, SENT, position.sent_artifacts)
 
+    def _is_replaced(self, entry: JsonObject) -> bool:
+        """Whether the run has written a later artifact to the same path: the earlier one is no longer there."""
+        last = [other for other in self._position.artifacts if other.get("path") == entry.get("path")][-1]
+        return last is not entry
+
     def _register(self, name: str, path: str) -> None:
-        """Makes the run's model a version of the registered model `name`, unless it is one already."""
+        """Makes a model of the run a version of the registered model `name`, unless it is one already."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -192,9 +203,10 @@ class Delivery:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
+        source = f"runs:/{self.run_id}/{path}"
         versions = self._client.search_model_versions(f"run_id = '{self.run_id}'")
-        if not any(version.name == name for version in versions):
-            self._client.create_model_version(name, f"runs:/{self.run_id}/{path}", self.run_id)
+        if not any((version.name, version.source) == (name, source) for version in versions):
+            self._client.create_model_version(name, source, self.run_id)
 
     def _sends(self, name: str, send: Callable[..., object], local: Path, to: str = "") -> bool:
         """Sends a file or a directory. Returns whether the store took it."""
@@ -277,8 +289,38 @@ class Delivery:
 def _open_once(path: Path) -> None:
     """Opens a sqlite file, which may not exist yet. MLflow would try for minutes to open one that can't be opened."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() and os.access(path.parent, os.W_OK):
+        _make_database(path)
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute("PRAGMA schema_version")
+
+
+def _make_database(path: Path) -> None:
+    """Makes the sqlite file of a store, whole or not at all.
+
+    MLflow makes its tables one after the other, which takes seconds. A kill meanwhile would leave a file that it never
+    opens again.
+    """
+    from mlflow import MlflowClient
+
+    aside = hidden_name(path)
+    try:
+        with tempfile.TemporaryDirectory(prefix="tfloop-mlflow-", ignore_cleanup_errors=True) as directory:
+            made = Path(directory) / "mlflow.db"
+            MlflowClient(sqlite_uri(made)).search_experiments(max_results=1)
+            with (
+                contextlib.closing(sqlite3.connect(made)) as source,
+                contextlib.closing(sqlite3.connect(aside)) as copy,
+            ):
+                source.backup(copy)
+        # Not replaced: another run may have made the store meanwhile, and have points in it.
+        try:
+            os.link(aside, path)
+        except OSError:  # it is there, or the file system has no links
+            if not path.exists():
+                aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _remove_escaped_directory(uri: str) -> None:

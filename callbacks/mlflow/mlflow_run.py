@@ -58,14 +58,24 @@ class MLflowRun:
         Args:
             client: MLflow's client.
             parent_id: the MLflow run of the sweep of which this run is a trial; None if it is none.
+
+        Raises:
+            ValueError: the run, its experiment, or a run that the user has named isn't there, or was deleted.
         """
+        run = self._found(client, parent_id)
+        # Such a run is kept by the store for a while: it can be read, but takes nothing.
+        if run.info.lifecycle_stage == "deleted":
+            raise ValueError(f"its run {run.info.run_id} was deleted there: restore it, {self._anew()}")
+        return run
+
+    def _found(self, client: Foreign, parent_id: str | None) -> Foreign:
         # In this order: the run that the user has given, the one that was noted, one with our tag, a new one.
         state = self._state_of_store()
         own_id = self._own_id()
         parent_id = parent_id or state.get("parent")
         parent = None
         if state.get("given"):
-            parent = client.get_run(state["given"])
+            parent = self._named_run(client, state["given"])
             if parent.data.tags.get(ID, own_id) == own_id:
                 return parent  # else it has the points of another training, and can't hold those of two
         elif state.get("run_id"):
@@ -76,7 +86,7 @@ class MLflowRun:
                 # The original of this copy has the same journal and may have the same name; the path tells them apart.
                 own_id = self._own_id(self.directory)
         if parent_id:
-            parent = client.get_run(parent_id)
+            parent = self._named_run(client, parent_id)
         # MLflow shows a run within another one only in the same experiment.
         experiment = parent.info.experiment_id if parent else self._experiment_id(client)
         runs = client.search_runs([experiment], f"tags.`{ID}` = '{own_id}'", max_results=1)
@@ -87,6 +97,19 @@ class MLflowRun:
             tags[PARENT] = parent.info.run_id
         name = utf8(run_name(self.directory, self._about))
         return client.create_run(experiment, self._start(), tags=tags, run_name=name)
+
+    def _named_run(self, client: Foreign, run_id: str) -> Foreign:
+        """The run into which, or within which, this one goes."""
+        run = _existing_run(client, run_id)
+        if run is None:
+            raise ValueError(
+                f"there is no run {run_id}, which MLFLOW_RUN_ID, MLFLOW_PARENT_RUN_ID or the program has named: start "
+                f"again with another one, {self._anew()}"
+            )
+        return run
+
+    def _anew(self) -> str:
+        return f"or remove {self.directory / STATE}, and a new run takes its place"
 
     def _state_of_store(self) -> JsonObject:
         """What `mlflow.json` says, if it is of this store."""
@@ -204,6 +227,9 @@ class MLflowRun:
 
         experiment = client.get_experiment_by_name(self._experiment)
         if experiment is not None:
+            if experiment.lifecycle_stage == "deleted":
+                which = f"the experiment {self._experiment!r} was deleted there"
+                raise ValueError(f"{which}: restore it, or remove it for good (mlflow gc)")
             return str(experiment.experiment_id)
         # Beside the database: MLflow's default is `mlruns` in the current directory, wherever that is.
         location = None

@@ -118,8 +118,9 @@ def _deliver_rest(run_dir: Path, track: str | None, trusted: bool) -> str:
             except Exception as error:  # whatever the store does
                 rest.disconnect()
                 if is_last:
-                    why = delivery.reason(error)
-                    text = f"MLflow at {redact(store)} did not take everything ({why}); try again later"
+                    text = f"MLflow at {redact(store)} did not take everything ({delivery.reason(error)})"
+                    if not delivery.is_refusal(error):
+                        text += "; try again later"
                     raise TrainingError(text) from None
     for text in rest.warnings():
         tell(f"warning: {text}")

@@ -150,9 +150,11 @@ def _check(typed: SimpleNamespace) -> None:
     """Refuses values that no backend can have; sets what all workers are to have."""
     if typed.threads is not None and not 1 <= typed.threads <= MOST_WORKERS:
         raise UsageError(f"--threads {typed.threads}: give a whole number >= 1, at most {MOST_WORKERS}")
-    typed_callbacks.make(typed.callback)  # refused here, before TensorFlow loads
+    made = typed_callbacks.make(typed.callback)  # refused here, before TensorFlow loads
     if typed_callbacks.of_commands(typed.callback):  # another command has started this one, and is not to be outlived
         die_with_parent()
+    else:
+        _check_said_once(typed, made)
     if typed.start_timeout is not None:
         if not 0 < typed.start_timeout < float("inf"):
             raise UsageError(f"--start-timeout {typed.start_timeout}: give a number of seconds > 0")
@@ -160,6 +162,29 @@ def _check(typed: SimpleNamespace) -> None:
     start_timeout()  # for its check of the variable, which may have been set from outside
     if typed.resume not in (None, "auto", "never"):
         _check_resume(typed)
+
+
+def _check_said_once(typed: SimpleNamespace, made: Sequence[callbacks.Callback]) -> None:
+    """Refuses options that say something about a callback which is typed, too, and would replace theirs."""
+    every = typed.checkpoint_every
+    of_callback = {
+        "Checkpoint": {"--checkpoint-every": None if every == "auto" else every},
+        "EvaluateBeside": {"--eval-beside": typed.eval_beside},
+        "MLflowTracker": {
+            "--track": typed.track,
+            "--tag": typed.tag,
+            "--log-model": typed.log_model,
+            "--register": typed.register,
+        },
+        "Profiler": {"--profile": typed.profile},
+    }
+    for callback in made:
+        name = type(callback).__name__
+        for option, value in of_callback.get(name, {}).items():
+            if value:
+                raise UsageError(
+                    f"{option} with --callback {name}, which has an argument for it: leave one of them out"
+                )
 
 
 def _check_resume(typed: SimpleNamespace) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import shlex
 import shutil
 import statistics
 import sys
@@ -329,6 +330,14 @@ def as_json(report: Report) -> dict[str, object]:
     """The report for programs."""
     rows = [dataclasses.asdict(row) | {"examples_per_second": row.speed} for row in report.rows]
     return {"settings": report.settings, "ratio": report.best.against, "rows": rows, "notes": report.notes}
+
+
+def command(path: Path, report: Report) -> str:
+    """The command that trains with the settings in a file."""
+    words = report.arguments
+    if "batch-size" in report.settings:  # what is typed would win over the file
+        words = [word for word in words if not word.startswith("--batch-size=")]
+    return mask(shlex.join(["tfloop", "train", *words, f"--config={path}"]))
 
 
 def write(path: Path, report: Report) -> None:

@@ -8,14 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from callbacks import EVENTS, Callback, Checkpoint, Profiler, Schedule, complete
+from callbacks import EVENTS, Callback, Checkpoint, LambdaCallback, Profiler, Schedule, complete
 from callbacks.nearest import nearest
+from callbacks.run_record.redaction import tell
 from loop.data import Data
 from loop.errors import UsageError, no_exit
 from loop.monitor import fault_injection
 from loop.options import Options
 from loop.run.run import Run
 from loop.task import TrainTask
+
+_CHANGEABLE = ("eval_end", "epoch_end")
+"""The events whose metrics a hook may change, for those that are called after it."""
 
 
 def callbacks_of(task: TrainTask, given: Iterable[Callback] | None, options: Options) -> list[Callback]:
@@ -26,8 +30,13 @@ def callbacks_of(task: TrainTask, given: Iterable[Callback] | None, options: Opt
     callbacks = complete(given, own)
     if options["profile"]:
         callbacks.append(Profiler(*map(int, options["profile"].split(":"))))
-    has_checkpoint = any(isinstance(callback, Checkpoint) for callback in callbacks)
-    if options["keep"] == "best" and not has_checkpoint:
+    saving = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
+    if len(saving) > 1:
+        raise UsageError(
+            "callbacks has two Checkpoints, and each would remove what the other keeps: give one, such as "
+            "callbacks.standard(checkpoint=Checkpoint(...))"
+        )
+    if options["keep"] == "best" and not saving:
         raise UsageError("keep='best' takes the weights of the best checkpoint: leave callbacks.Checkpoint in the set")
     return callbacks
 
@@ -54,7 +63,9 @@ class Bus:
 
     def __init__(self, callbacks: list[Callback], run: Run) -> None:
         self._run = run
+        self._all = callbacks  # also those that are called on the chief alone
         for key, callback in _by_key(callbacks).items():
+            _check_class(callback, run.backend.is_chief)
             if callback.runs_on == "all" or run.backend.is_chief:
                 run.callbacks[key] = callback
         self._hooks: dict[str, list[Callback]] = {event: [] for event in EVENTS}
@@ -69,22 +80,28 @@ class Bus:
     def check_metrics(self) -> None:
         """Refuses callbacks that watch a metric that the run doesn't have; `Run.synchronize` raises the error."""
         with self._run.defer_errors():
-            watched = {}
-            for callback in self._run.callbacks.values():
-                for argument, metric in callback.watches.items():
-                    watched[f"{type(callback).__name__}({argument}={metric!r})"] = metric
+            watching = [callback for callback in self._run.callbacks.values() if callback.watches]
             # Only if one is watched: the names of a phase's metrics are found by tracing its step.
-            known = self._run.metric_names() if watched else []
-            for what, metric in watched.items():
-                if metric not in known:
-                    self._check_unknown(what, metric, known)
+            known = self._run.metric_names() if watching else []
+            for callback in watching:
+                for argument, metric in callback.watches.items():
+                    if metric not in known:
+                        self._check_unknown(callback, argument, metric, known)
 
-    def _check_unknown(self, what: str, metric: str, known: list[str]) -> None:
+    def _check_unknown(self, callback: Callback, argument: str, metric: str, known: list[str]) -> None:
         """Refuses a metric that the run doesn't have, unless a callback may add it."""
+        what = f"{type(callback).__name__}({argument}={metric!r})"
+        adding = self._adding(metric)
         # `val_loss` is Keras's name of `eval_loss`: certainly a mistake, and no metric that a callback adds.
         is_keras_name = metric.startswith("val_") and f"eval_{metric.removeprefix('val_')}" in known
-        if self._may_be_added(metric) and not is_keras_name:
-            return
+        if adding and not is_keras_name:
+            if self._all.index(adding[0]) < self._all.index(callback):
+                return
+            kind = type(adding[0]).__name__
+            raise UsageError(
+                f"{what}: this run has no such metric{nearest(metric, known)}; if {kind} adds it, {kind} must come "
+                "first: callbacks.StandardSet([...])"
+            )
         if metric.startswith("eval_") and not any(name.startswith("eval_") for name in known):
             raise UsageError(
                 f"{what}: this run makes no evaluation: define eval_data(), and leave eval_every='never' out; "
@@ -92,16 +109,26 @@ class Bus:
             )
         raise UsageError(f"{what}: this run has no such metric{nearest(metric, known)}")
 
-    def _may_be_added(self, metric: str) -> bool:
-        """Whether a hook of the user's is called with the metrics among which this one would be: it may add it."""
-        event = "eval_end" if metric.startswith("eval_") else "epoch_end"
-        modules = [type(callback).__module__ for callback in self._hooks[event]]
-        return not all(module.startswith("callbacks.") for module in modules)
+    def _adding(self, metric: str) -> list[Callback]:
+        """The callbacks of the user's, on any rank, that hear of the metrics among which this one would be.
+
+        They may add it for those that are called after them.
+        """
+        hook = "on_eval_end" if metric.startswith("eval_") else "on_epoch_end"
+        adding = []
+        for callback in self._all:
+            is_own = isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith("callbacks.")
+            if is_own and _overrides(callback, hook):
+                adding.append(callback)
+        return adding
 
     def fire(self, event: str, *args: Any) -> None:
         """Calls the hooks of an event; `Run.synchronize` raises their first error."""
         for callback in self._hooks[event]:
             self._call(callback, event, *args)
+            if event in _CHANGEABLE:
+                with self._run.defer_errors():
+                    _as_numbers(f"{type(callback).__name__}.on_{event}", args[0])
 
     def fire_data(self, data: Data) -> Data:
         """Passes the data from hook to hook: each may return other data, or None to leave it as it is."""
@@ -169,6 +196,29 @@ class Bus:
         with run.defer_errors(), phase, run.stopwatch.at("callbacks", kind):
             fault_injection.reached(f"callback-{event}", run.backend.rank, run.progress.step)
             return getattr(callback, f"on_{event}")(run, *args)
+
+
+def _check_class(callback: Callback, is_chief: bool) -> None:
+    """Refuses ranks that there aren't, and warns of hooks of events that there aren't."""
+    kind = type(callback).__name__
+    if callback.runs_on not in ("chief", "all"):
+        raise UsageError(f"{kind}: runs_on={callback.runs_on!r}: give chief or all")
+    for name in dir(type(callback)):
+        event = name.removeprefix("on_")
+        # No error: it may be a method of the user's that has nothing to do with the loop.
+        if is_chief and event != name and event not in EVENTS:
+            tell(f"warning: {kind}.{name} is never called: there is no such event{nearest(event, EVENTS)}")
+
+
+def _as_numbers(hook: str, metrics: dict[str, float]) -> None:
+    """Makes plain floats of the metrics that a hook has set: of NumPy's numbers and tensors, for example."""
+    for name, value in list(metrics.items()):
+        if type(value) is not float:
+            try:
+                metrics[name] = float(value)
+            except (TypeError, ValueError):
+                del metrics[name]
+                raise UsageError(f"{hook} has set the metric {name!r} to {value!r:.60}: give a number") from None
 
 
 def _by_key(callbacks: list[Callback]) -> dict[str, Callback]:

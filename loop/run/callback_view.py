@@ -14,6 +14,7 @@ from callbacks.run_record import cell, history
 from loop.backends.base import Backend
 from loop.checkpoint import checkpoint_files
 from loop.checkpoint.array_files import Json
+from loop.errors import UsageError
 from loop.model import variables
 from loop.monitor.stopwatch import Stopwatch
 from loop.options import Options, Phase
@@ -76,7 +77,6 @@ class CallbackView:
     built = PartAttribute[BuiltModel]("session.built")
     model = PartAttribute[Model]("session.built.model")
     optimizer = PartAttribute[Optimizer]("session.built.optimizer")
-    step = PartAttribute[TrainStep]("session.step")
     history = PartAttribute[list[history.Row]]("epoch.history")
     gauges = PartAttribute[dict[str, Callable[[], float]]]("epoch.gauges")
     stop_reason = PartAttribute[str]("stops.reason")
@@ -94,6 +94,17 @@ class CallbackView:
     @property
     def _run(self) -> Run:
         return cast("Run", self)
+
+    @property
+    def step(self) -> TrainStep:
+        """The compiled step."""
+        try:
+            return self.session.step
+        except AttributeError:
+            raise UsageError(
+                "a callback asks in on_setup or on_data for what is known once the data is: the run's total_steps, "
+                "metric_names(), graph or export(): ask in on_restore, or later"
+            ) from None
 
     @property
     def variables(self) -> list[tf.Variable]:

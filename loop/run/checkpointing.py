@@ -78,6 +78,7 @@ class Checkpointing:
             later: whether it is held in memory, and written before the next one.
             at_once: whether it is taken within an evaluation, too.
         """
+        reason = reason or "callback"
         # In an elastic job, other workers go on when the chief is lost, and with it what it holds in memory. And a
         # worker can't complete a held checkpoint alone when the run fails.
         if later and self._run.backend.member is None and not self.parts.possible:

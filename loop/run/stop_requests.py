@@ -40,7 +40,7 @@ class StopRequests:
 
     def request(self, reason: str) -> None:
         """Asks for a stop; the first reason counts."""
-        self.reason = self.reason or reason
+        self.reason = self.reason or reason or "a callback asked for it"
 
     @contextlib.contextmanager
     def handling_signals(self, run: Run) -> Iterator[None]:

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import shutil
+from dataclasses import dataclass
 
 import keras
 import mlflow
@@ -33,7 +34,7 @@ def lines(result):
         ("epoch", 7, 0.0, True, True),
         ("epoch", 7, 0.0, False, False),
         (5, 10, 0.0, False, True),
-        (5, 11, 0.0, True, False),
+        (np.int64(5), 11, 0.0, True, False),
         ("10s", 1, 10.0, False, True),
         ("2m", 1, 119.0, False, False),
         ("call", 1, 0.0, False, True),
@@ -43,10 +44,15 @@ def test_schedule(every, step, now, epoch_ended, due):
     assert Schedule(every).due(step, now, epoch_ended) is due
 
 
-@pytest.mark.parametrize("every", [0, -1, "10", "s", True, "daily"])
+@pytest.mark.parametrize("every", [0, -1, "10", "s", True, "daily", (), ("a",), [1, 2]])
 def test_schedule_refuses_nonsense(every):
     with pytest.raises(ValueError, match="is no schedule"):
         Schedule(every)
+
+
+@dataclass
+class Equal(Callback):
+    """Two of them are equal."""
 
 
 def test_standard_set_can_be_changed_dropped_and_added_to():
@@ -67,6 +73,8 @@ def test_standard_set_can_be_changed_dropped_and_added_to():
     assert callbacks.complete([EarlyStopping(), own])[3] is own  # in place of the standard one
     assert len(callbacks.complete([own])) == 9
     assert len(callbacks.complete([EarlyStopping()])) == 10
+    equal = [Equal(), Equal()]
+    assert [each for each in callbacks.complete([*equal, equal[0]]) if isinstance(each, Equal)] == equal
     assert len(callbacks.complete(callbacks.standard(mlflow=None) + [EarlyStopping()])) == 9
     with pytest.raises(TypeError, match="standard\\(\\) has no mlfow"):
         callbacks.standard(mlfow=None)
@@ -170,6 +178,9 @@ def test_early_stopping(quiet):
 
     result = fit(Plain(), epochs=9, callbacks=callbacks.StandardSet([Worse(), *quiet(), EarlyStopping(patience=2)]))
     assert (result.status, result.epochs) == ("stopped", 4)
+    never = EarlyStopping(patience=1)
+    never.waited = 2
+    assert never.waited_for() == "eval_loss has not been finite for 2 measurements"
 
 
 def test_early_stopping_names_the_metrics_that_there_are(quiet):
@@ -482,7 +493,7 @@ def test_bad_arguments_are_refused_by_name(name, argument, values):
 @pytest.mark.parametrize("kind", [Checkpoint, callbacks.Journal, callbacks.TensorBoard])
 def test_a_schedule_that_is_none_names_its_callback(kind, quiet):
     with pytest.raises(UsageError, match=rf"{kind.__name__}: every='often' is no schedule"):
-        fit(Plain(), callbacks=quiet() + [kind(every="often")])
+        fit(Plain(), callbacks=callbacks.StandardSet(callbacks.complete(quiet(), [kind(every="often")])))
 
 
 def test_the_name_of_a_metric_says_what_is_better_or_it_is_asked_for():
@@ -511,6 +522,47 @@ def test_a_state_that_is_no_json_and_a_key_twice_are_refused(quiet):
 
     with pytest.raises(UsageError, match="two callbacks have the key 'a'"):
         fit(Plain(), callbacks=quiet() + [Named("a"), Named("a")])
+
+
+class Ranked(Callback):
+    runs_on = "chef"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda: [Checkpoint(), Checkpoint()], "two Checkpoints, and each would remove what the other keeps: give one"),
+        (lambda: [EarlyStopping(restore_best=True) for _ in range(2)], "two EarlyStopping.* only one says which"),
+        (
+            lambda: [callbacks.LambdaCallback(setup=lambda run: run.total_steps)],
+            "asks in on_setup .* the run's total_steps, .*: ask in on_restore, or later",
+        ),
+        (lambda: [Ranked()], "Ranked: runs_on='chef': give chief or all"),
+    ],
+)
+def test_what_would_go_wrong_without_a_word_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        fit(Plain(), callbacks=callbacks.standard(checkpoint=None, mlflow=None, progress=None) + given())
+
+
+def test_an_empty_reason_stops_and_saves_and_a_hook_of_no_event_is_told(quiet, capsys):
+    class Ends(Callback):
+        every = 1
+
+        def on_steps_end(self, run, metrics):
+            run.save("")
+            run.stop("")
+
+        def on_epoch_ends(self, run, metrics):
+            pass
+
+    result = fit(Plain(), epochs=9, batch_size=20, callbacks=quiet() + [Ends()])
+    assert (result.status, result.steps) == ("stopped", 1)
+    assert [entry["reason"] for entry in lines(result) if entry["event"] == "checkpoint"] == ["callback"]
+    assert (
+        "Ends.on_epoch_ends is never called: there is no such event; did you mean 'epoch_end'?"
+        in capsys.readouterr().err
+    )
 
 
 def test_journal_lines_are_json_that_any_reader_takes(quiet):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import types
+from pathlib import Path
 
 import keras
 import mlflow
@@ -116,7 +117,8 @@ def test_model_is_logged_registered_and_the_same_in_a_new_process(database, tmp_
         "team": "a=b", "mlflow.note.content": "what it is", "api_key": "***",
     }  # fmt: skip
     [version] = client.search_model_versions("name = 'digits'")
-    assert (version.run_id, version.source) == (run.info.run_id, f"runs:/{run.info.run_id}/model")
+    source = f"runs:/{run.info.run_id}/registered/step-00000003"
+    assert (version.run_id, version.source) == (run.info.run_id, source)
 
     from tests.commands.test_export import Mixed
 
@@ -153,6 +155,15 @@ def test_registered_once_though_sent_twice_with_the_tags_that_the_run_had(databa
     assert command("sync", directory)[1].startswith("delivered 0 points and 1 artifacts")
     assert len(client.search_model_versions("name = 'mine'")) == 1
     assert command("sync", directory)[1].startswith("delivered 0 points to")
+    # The run goes on, and ends twice while the store is down. Only the last model is still there.
+    (directory / "model" / "MLmodel").write_text("later")
+    write(directory, [{**artifact("model", register="mine"), "step": step} for step in (7, 9)])
+    assert command("sync", directory)[0] == 0
+    versions = client.search_model_versions("name = 'mine'")
+    assert {version.source.rpartition("/")[2] for version in versions} == {"step-00000001", "step-00000009"}
+    for step, text in ((1, ""), (9, "later")):
+        path = client.download_artifacts(run.info.run_id, f"registered/step-{step:08d}/MLmodel", tmp_path)
+        assert Path(path).read_text() == text
 
 
 def test_run_that_is_active_is_used_and_left_open_and_a_second_training_goes_into_it(database, tmp_path, quiet):

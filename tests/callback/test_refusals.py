@@ -39,7 +39,10 @@ def test_a_store_that_refuses_is_not_waited_for(refusing, request, tmp_path, cap
     assert f"error code {request.node.callspec.params['refusing']}" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("uri", "why"), [("http://[::1", "IPv6"), ("http://host:port", "Invalid url")])
+@pytest.mark.parametrize(
+    ("uri", "why"),
+    [("http://[::1", "IPv6"), ("http://host:port", "Invalid url"), ("htp://host", "unsupported URI 'htp://host'")],
+)
 def test_an_address_that_is_none_is_not_waited_for(uri, why, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # which isn't checked at the start: it is MLflow's own
     _, end = tracking(run_directory(tmp_path / "run"), None, wait=LONG)

@@ -21,6 +21,7 @@ import pytest
 import callbacks
 from callbacks import MLflowTracker
 from callbacks.files import sqlite_path
+from callbacks.mlflow import delivery
 from callbacks.mlflow.courier import Courier
 from callbacks.mlflow.delivery import Delivery
 from callbacks.mlflow.points import key, points
@@ -342,13 +343,60 @@ def test_sync_refuses_what_is_no_run_or_still_under_way(tmp_path, command):
 
 def test_what_has_been_deleted_there_is_told(database, tmp_path, command):
     uri = f"sqlite:///{database}"
+    client = mlflow.MlflowClient(uri)
     directory = run_directory(tmp_path / "run", [line("epoch_end", 1, loss=1)])
     assert command("sync", directory, "--track", uri)[0] == 0
-    mlflow.MlflowClient(uri).delete_run(only_run(uri).info.run_id)
+    run = only_run(uri)
+    client.delete_run(run.info.run_id)
     code, _, error = command("sync", directory)
     assert code == 1
-    assert "must be in the 'active' state" in error
+    assert f"its run {run.info.run_id} was deleted there: restore it, or remove {directory / 'mlflow.json'}" in error
+    assert "try again later" not in error  # which would not help
     assert Delivery(directory, uri).run_id == ""
+    (directory / "mlflow.json").unlink()
+    assert command("sync", directory, "--track", uri)[1].startswith("delivered 1 points")
+    assert only_run(uri).info.run_id != run.info.run_id
+
+    client.delete_experiment(run.info.experiment_id)
+    other = Delivery(run_directory(tmp_path / "other"), uri)
+    with pytest.raises(ValueError, match="the experiment 'Mine' was deleted there: restore it"):
+        other.connect()
+    (tmp_path / "other" / "mlflow.json").write_text(json.dumps({"uri": uri, "given": "typo"}))
+    with pytest.raises(ValueError, match=r"no run typo, which MLFLOW_RUN_ID, .* has named: start again"):
+        other.connect()
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_store_is_made_whole_or_not_at_all(links, tmp_path, monkeypatch):
+    path = tmp_path / "runs" / "mlflow.db"
+
+    def making(meanwhile):
+        """An MLflow whose tables are one, and within whose making something happens."""
+
+        def make(uri):
+            with contextlib.closing(sqlite3.connect(sqlite_path(uri))) as database:
+                database.execute("CREATE TABLE made (a)")
+            assert not path.exists()
+            meanwhile()
+
+        return lambda uri: types.SimpleNamespace(search_experiments=lambda max_results: make(uri))
+
+    def killed():
+        raise KeyboardInterrupt
+
+    if not links:
+        monkeypatch.setattr(os, "link", lambda source, target: os.stat("/nowhere"))
+    monkeypatch.setattr(mlflow, "MlflowClient", making(killed))
+    with pytest.raises(KeyboardInterrupt):
+        delivery._open_once(path)
+    assert not [*path.parent.iterdir()]
+    for meanwhile, content in ((lambda: None, ["made"]), (lambda: path.write_bytes(b""), [])):
+        monkeypatch.setattr(mlflow, "MlflowClient", making(meanwhile))
+        delivery._open_once(path)
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            assert [name for (name,) in database.execute("SELECT name FROM sqlite_master")] == content
+        assert [*path.parent.iterdir()] == [path]
+        path.unlink()
 
 
 def test_a_copy_is_a_run_of_its_own_and_what_was_moved_is_not(database, tmp_path, command):

@@ -136,6 +136,10 @@ def test_the_file_is_whole_or_not_there(tmp_path, monkeypatch):
     assert re.search(r"# 1.30 times as fast as it was: 1,300 examples/s instead of 1,000\n", text)
     assert "look at the learning rate" in text
     assert "hunter2hunter2" not in text
+    report.arguments += ["--batch-size=32", "--workers=2"]  # 32 typed would win over the 64 of the file
+    assert tune.command(tmp_path / "out.toml", report) == (
+        f"tfloop train digits '--set=api_key=***\nepochs = 3' --workers=2 --config={tmp_path / 'out.toml'}"
+    )
     with pytest.raises(UsageError, match="Is a directory"):
         tune.write(tmp_path, report)
     assert [path.name for path in tmp_path.iterdir()] == ["out.toml"]

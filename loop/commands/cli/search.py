@@ -65,7 +65,7 @@ def tune(
     with stopped_clean("nothing is written, and nothing is left behind"), shown_stages(stages) as progress:
         report = tune_.tune([target_, *arguments], only or tune_.TUNED, seconds, rounds, tune_batch_size, progress)
     tune_.write(out, report)
-    lines = [*tune_.lines(report), f"\nwrote {out}: tfloop train {target_} --config {out}"]
+    lines = [*tune_.lines(report), f"\nwrote {out}: {tune_.command(out, report)}"]
     show(tune_.as_json(report) | {"file": str(out)}, lines, as_json)
 
 
