@@ -218,3 +218,26 @@ def test_what_comes_behind_a_bad_step_in_the_same_call_was_not_made(replicas, in
     assert one.weights_sha256 == many.weights_sha256
     assert one.history == many.history
     assert [row["skipped_steps"] for row in many.history] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"accumulate": 2, "clip_norm": 1.0}, r"^accumulate=2 and clip_norm=1.0: .*/inputs_scale is its new value"),
+        ({"precision": "mixed_float16"}, "^precision='mixed_float16': the gradient"),
+        ({"backend": 2}, "^2 replicas: the gradient"),
+    ],
+)
+def test_scales_of_float8_are_not_added_up_divided_or_clipped(options, said, quiet):
+    """A step set them to such a result, without a word."""
+
+    class Float8(Plain):
+        def build_model(self):
+            model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, dtype="float32")])
+            model.layers[0].quantize("float8")
+            return model
+
+    if "backend" in options:
+        options["backend"] = create("mirrored", options["backend"])
+    with pytest.raises(UsageError, match=said):
+        fit(Float8(), callbacks=quiet(), **options)
