@@ -281,8 +281,9 @@ def _is_sum_over_rows(
         return True  # it takes no other number of rows
     added = list(map(tf.add, of_first, of_rest))
     # The results, too: one of two states may be a count of updates, which the result doesn't depend on.
-    results = [keras.tree.flatten(_result(metric, state)) for state in (of_all, added)]
-    for one, other in ((of_all, added), results):
+    result = keras.tree.flatten(_result(metric, of_all))
+    result_of_parts = keras.tree.flatten(_result(metric, added))
+    for one, other in ((of_all, added), (result, result_of_parts)):
         pairs = zip(one, other, strict=True)
         # With room for rounding: states are float32 within.
         if all(np.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True) for a, b in pairs):
