@@ -28,6 +28,7 @@ class StepPlan:
 
     Attributes:
         dtype: the type in which losses, weights and sums are added up within a step.
+        precision: that of the run, a key of `loop.model.precision.PRECISIONS`.
         batch_size: the size of the global batch.
         accumulate: the number of micro-batches in a step.
         local_steps: the number of steps between two averages of the replicas' weights; 1: gradients are reduced.
@@ -49,6 +50,7 @@ class StepPlan:
     """
 
     dtype: tf.DType
+    precision: str
     batch_size: int
     accumulate: int
     local_steps: int
@@ -94,6 +96,7 @@ def make_plan(built: BuiltModel, backend: Backend, data: Data, options: Options,
     has_whole_batch = backend.replicas == 1 and options["accumulate"] == 1
     plan = StepPlan(
         dtype=sums_dtype(built.model),
+        precision=options["precision"],
         batch_size=options["batch_size"],
         accumulate=options["accumulate"],
         local_steps=options["local_steps"] if backend.replicas > 1 else 1,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from callbacks import Callback, standard
-from loop import ArrayData, TrainingError, UsageError, fit
+from loop import ArrayData, TrainingError, UsageError, fit, predict
 from loop.backends import create
 from loop.step import loss_scale as scaling
 from tests.tasks import Alarm, Plain, Weighted, regression
@@ -241,3 +241,24 @@ def test_scales_of_float8_are_not_added_up_divided_or_clipped(options, said, qui
         options["backend"] = create("mirrored", options["backend"])
     with pytest.raises(UsageError, match=said):
         fit(Float8(), callbacks=quiet(), **options)
+
+
+def test_compute_is_traced_in_the_float_type_that_it_is_tried_in(quiet, tmp_path):
+    """Keras's default type was float32 in the step, and float64 where the task was built and tried."""
+
+    class Asks(Plain):
+        def build_model(self):
+            return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1), keras.layers.AlphaDropout(0.1, seed=1)])
+
+        def eval_data(self):
+            return self.train_data()
+
+        def compute(self, model, batch, training):
+            inputs, labels = tf.nest.map_structure(lambda part: keras.ops.cast(part, keras.config.floatx()), batch[:2])
+            loss = tf.reduce_sum((model(inputs, training=training) - labels) ** 2, -1)
+            return {"loss": loss, "wide": tf.fill(tf.shape(loss), loss.dtype.size)}
+
+    result = fit(Asks(), precision="float64", batch_size=50, callbacks=quiet(), run_dir=tmp_path / "run")
+    assert result.metrics["wide"] == result.metrics["eval_wide"] == 8
+    assert predict(Asks(), tmp_path / "run", precision="float64").dtype == "float64"
+    assert keras.config.floatx() == "float32"
