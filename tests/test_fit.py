@@ -7,13 +7,14 @@ import sys
 import time
 from dataclasses import dataclass, field
 
+import grain
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import callbacks
 from callbacks import EVENTS, Callback, Checkpoint
-from loop import ArrayData, TrainingError, UsageError, fit
+from loop import ArrayData, IndexedData, TrainingError, UsageError, fit
 from loop.backends import create
 from loop.run.pace import Pace
 from tests.tasks import Conv, Legacy, Plain, Streamed, Unweighted, Weighted, regression
@@ -285,6 +286,18 @@ def test_endless_stream_needs_a_number_of_steps(quiet):
     class Endless(Plain):
         def train_data(self):
             return tf.data.Dataset.from_tensor_slices(regression(101)[:2]).repeat()
+
+    with pytest.raises(UsageError, match="endless: say how many steps"):
+        fit(Endless(), callbacks=quiet())
+    assert fit(Endless(), steps=30, batch_size=20, callbacks=quiet()).examples == 600
+
+
+def test_a_repeated_data_set_of_grain_is_endless(quiet):
+    """Its length is the largest that there is, and the first epoch had no end."""
+
+    class Endless(Plain):
+        def train_data(self):
+            return IndexedData(grain.MapDataset.source(list(zip(*regression(101)[:2], strict=True))).repeat())
 
     with pytest.raises(UsageError, match="endless: say how many steps"):
         fit(Endless(), callbacks=quiet())

@@ -99,6 +99,10 @@ class Backend(StepCollectives):
         """The context in which variables are created."""
         return contextlib.nullcontext()
 
+    def as_replica(self) -> contextlib.AbstractContextManager[None]:
+        """Within the `scope` of a strategy: the context of this process's first replica, without the others."""
+        return tf.distribute.ReplicaContext(tf.distribute.get_strategy(), self.rank * self.local_replicas)
+
     def can_read(self, variable: tf.Variable) -> bool:
         """Whether a variable can be read within `scope`. A variable of another strategy can't."""
         return True

@@ -24,6 +24,7 @@ from loop.commands.prediction_output import OWN_DATA, check_data, check_out, is_
 from loop.commands.prediction_parts import Parts, blocks_in_part, owner
 from loop.data import ArrayData, BatchOptions, IndexedData, Source, StreamData, StreamSource, source
 from loop.errors import TrainingError, UsageError, message_of
+from loop.model.precision import keras_precision
 from loop.model.variables import all_variables
 from loop.run import run_directory
 from loop.run.result import read_weights
@@ -81,7 +82,8 @@ def predict(
 
     session, weights = _session(task, run_or_model, options, _reads_eval(task, data))
     examples = _source(session, data)
-    prediction = Prediction(session.built, examples, _function(session, data), session.phase_options["seed"])
+    function = keras_precision(options["precision"])(_function(session, data))
+    prediction = Prediction(session.built, examples, function, session.phase_options["seed"])
     names = _names(prediction, session, data)
     try:
         if path is None:

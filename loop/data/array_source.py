@@ -21,7 +21,7 @@ class PositionSource:
     """Data whose batches are read by position. It has no iterator, and so a checkpoint needs no state of one.
 
     Attributes:
-        endless: False: it has an end.
+        endless: whether the data is known to have no end.
         layout: None: a position means the same with any number of workers.
     """
 

@@ -334,6 +334,12 @@ def leaves_of(example: Example, specs: list[ArraySpec], index: int) -> list[np.n
     if (arrays := _plain_arrays(example, specs)) is not None:
         return arrays
 
+    # Grain's `filter` leaves such a gap in the place of each example that it drops.
+    if example is None:
+        raise BadExampleError(
+            f"example {index} is None: return an example; or leave it out, by IndexedData(...).filter or with "
+            "on_bad_example='skip'"
+        )
     # All other examples are checked in full: for parts that aren't arrays yet, and for an error that names the part.
     names, parts = named_parts(example)
     expected = names_of(specs)

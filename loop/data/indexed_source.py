@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,7 @@ class IndexedSource(ArraySource):
         _check_unchanged(self._first)
         del self._first
         self.leaves_out = data.skips
+        self.endless = self.size == sys.maxsize  # Grain's length of a data set that repeats without an end
         self.uniform = not (self._layout.padded or data.skips)
 
     def _open(self, data: IndexedData) -> int:

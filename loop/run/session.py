@@ -18,6 +18,7 @@ from loop.data.host_random import random_state, seed_generators, set_random_stat
 from loop.data.shared_arrays import shared
 from loop.errors import UsageError
 from loop.launch.backend_choice import choose_backend
+from loop.model.precision import keras_precision
 from loop.model.variables import learning_rates, model_variables
 from loop.options import Options, phases_of, with_defaults
 from loop.run.phases import PER_PHASE, options_of
@@ -100,7 +101,8 @@ class Session:
         self.built = build(self.task, self.backend, precision, example, self._row_counts(), model, sharded)
         for name, source in self.data.evaluated.items():
             what = evaluation_sets.described(name)
-            try_evaluation(self.task, self.built, self.backend, example, source.example, what)
+            with keras_precision(precision):
+                try_evaluation(self.task, self.built, self.backend, example, source.example, what)
         self.learning_rates = learning_rates(self.built.optimizer)
         # Of each phase: the order of a model's variables may depend on which of them are trained.
         self.model_variables.append(model_variables(self.built.model))

@@ -44,7 +44,7 @@ from loop.step.metric_sums import checked_metrics
 from loop.step.mistakes import ERRORS, check_optimizer_is_given
 from loop.step.neighbors import warn_of_loss, warn_of_state
 from loop.step.optimizers import AssignedOptimizers, assign_optimizers, check_are_new, made_for
-from loop.step.replica import probing
+from loop.step.replica import as_in_replica, probing
 from loop.step.sharding import Shards
 from loop.task import Batch, Model, Optimizer, TrainTask, Values
 
@@ -154,7 +154,7 @@ def build(
         minimized = {"": names}
         if type(task).train_step is not TrainTask.train_step:  # which may make variables of its own
             with put_back(_state(task, model, made, backend)):
-                minimized = tried_step(task, optimizer, model, trial)
+                minimized = tried_step(task, optimizer, model, trial, backend)
         _check_trainable(task, model)
         optimizers = assign_optimizers(task, model, optimizer)
         check_are_new(task, model, optimizers)
@@ -242,6 +242,7 @@ def _try_compute(
         penalties.append(numbers)
         return values
 
+    compute = as_in_replica(backend, compute)
     with put_back(_state(task, model, made, backend)):
         names = trial.names(compute)
         # Only penalties that differ from call to call can be sums over rows, and are worth another call.
@@ -283,7 +284,7 @@ def try_evaluation(
     rows = int(tf.shape(tf.nest.flatten(batch)[0])[0])
     try:
         with backend.scope(), put_back(_state(task, built.model, (), backend)), probing(rows):
-            task.compute(built.model, batch, training=False)
+            as_in_replica(backend, task.compute)(built.model, batch, training=False)
     except ERRORS as error:
         raise UsageError(
             f"{what} has other examples than train_data(), {_in_words(evaluated)} instead of "

@@ -11,6 +11,7 @@ import tensorflow as tf
 from loop.backends.base import PerReplica
 from loop.data import EVALUATION_EPOCH, DataIterator, Feed, ReadBatch, Rows, Source, StreamSource, count
 from loop.errors import UsageError
+from loop.model.precision import keras_precision
 from loop.model.variables import carried_variables
 from loop.monitor.phase_marker import ALL_REDUCE, HOST
 from loop.step.batches import Batches
@@ -75,7 +76,7 @@ class Evaluation:
         return rows if {*counts.whole, *counts.short} != {rows} else None
 
     def _compile(self) -> None:
-        self._evaluate = compiled(self._steps)
+        self._evaluate = compiled(keras_precision(self._context.plan.precision)(self._steps))
 
     def whole(self) -> np.ndarray:
         """The totals of the whole evaluation data; see `EvaluationLayout`."""

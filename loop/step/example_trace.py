@@ -11,11 +11,12 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
 
+from loop.backends.base import Backend
 from loop.data import RowCounts
 from loop.errors import UsageError
 from loop.model.variables import Layer, Variable, as_tf, sums_dtype
 from loop.step.metric_sums import try_metrics
-from loop.step.replica import all_gathers, probing
+from loop.step.replica import all_gathers, as_in_replica, probing
 from loop.step.values import Value, check, content
 from loop.task import Batch, Model, Optimizer, TrainTask, Values
 
@@ -266,15 +267,17 @@ class StepTrial:
         names: the names of the optimizers.
         model: the model.
         trial: tries the functions that `minimize` is called with.
+        backend: the backend, in whose scope it is.
 
     Attributes:
         minimized: the names of the values of each `minimize`, by the optimizer's name.
     """
 
-    def __init__(self, names: Sequence[str], model: Model, trial: Trial) -> None:
+    def __init__(self, names: Sequence[str], model: Model, trial: Trial, backend: Backend) -> None:
         self._names = names
         self._model = model
         self._trial = trial
+        self._backend = backend
         self.minimized: dict[str, list[str]] = {}
 
     def minimize(self, values: Compute, optimizer: str = "") -> dict[str, tf.Tensor]:
@@ -287,7 +290,7 @@ class StepTrial:
         if optimizer and optimizer not in self._names:
             existing = ", ".join(self._names) or "only one, without a name"
             raise UsageError(f"step.minimize(..., {optimizer!r}): build_optimizer() has no such optimizer ({existing})")
-        names = self._trial.names(values)
+        names = self._trial.names(as_in_replica(self._backend, values))
         if self.minimized.setdefault(optimizer, names) != names:
             raise UsageError(
                 f"step.minimize(..., {optimizer!r}) was called with values {', '.join(self.minimized[optimizer])}, and "
@@ -299,9 +302,11 @@ class StepTrial:
         return dict.fromkeys(without_state, tf.constant(1.0, sums_dtype(self._model)))
 
 
-def tried_step(task: TrainTask, optimizer: Optimizer, model: Model, trial: Trial) -> dict[str, list[str]]:
+def tried_step(
+    task: TrainTask, optimizer: Optimizer, model: Model, trial: Trial, backend: Backend
+) -> dict[str, list[str]]:
     """Tries the task's own `train_step`; returns the names of the values of each `step.minimize` in it."""
-    step = StepTrial(list(optimizer) if isinstance(optimizer, Mapping) else [], model, trial)
+    step = StepTrial(list(optimizer) if isinstance(optimizer, Mapping) else [], model, trial, backend)
     task.train_step(model, step)
     if not step.minimized:
         raise UsageError("train_step() never called step.minimize(...): nothing is trained")

@@ -16,6 +16,9 @@ from loop.step.values import RESERVED, Unweighted, Value, check, content
 SumAndWeight: TypeAlias = tuple[tf.Tensor, tf.Tensor]
 """The weighted sum of a value, and the sum of its weights: scalars; or of a stack of values, vectors and a scalar."""
 
+Numbers: TypeAlias = np.ndarray | Mapping[str, np.ndarray]
+"""The result of a Keras metric: a number, an array, or a dict of them; float64."""
+
 
 class MetricSums:
     """The values of one `compute`, and how they become totals: vectors that can be added up.
@@ -161,11 +164,15 @@ def _weighted_sum(value: tf.Tensor, weight: tf.Tensor | None, axis: list[int] | 
     return tf.reduce_sum(tf.math.multiply_no_nan(value, weights)), tf.reduce_sum(weights)
 
 
-def _by_element(name: str, result: np.ndarray) -> dict[str, float]:
-    """The result of a metric by name; if it has axes, each element by the metric's name and its index."""
+def _by_element(name: str, result: Numbers) -> dict[str, float]:
+    """The result of a metric by name; of a dict or an array, each element by the metric's name and its key or index."""
+    elements: dict[str, float] = {}
+    if isinstance(result, Mapping):
+        for key, part in result.items():
+            elements |= _by_element(f"{name}_{key}", part)
+        return elements
     if result.ndim == 0:
         return {name: float(result)}
-    elements = {}
     for index, value in np.ndenumerate(result):
         elements["_".join([name, *map(str, index)])] = float(value)
     return elements
@@ -225,7 +232,7 @@ def _try_metric(name: str, metric: keras.metrics.Metric, values: Mapping[str, Va
     arguments, weight = _arguments(metric, values, name)
     try:
         metric.update_state(*arguments, **weight)
-        elements = _by_element(name, np.asarray(metric.result(), np.float64))
+        elements = _by_element(name, _numbers(metric.result()))
         once = _states(metric)
         metric.update_state(*arguments, **weight)
         twice = _states(metric)
@@ -274,7 +281,9 @@ def _is_sum_over_rows(
         return True  # it takes no other number of rows
     added = list(map(tf.add, of_first, of_rest))
     # The results, too: one of two states may be a count of updates, which the result doesn't depend on.
-    for one, other in ((of_all, added), ([_result(metric, of_all)], [_result(metric, added)])):
+    result = keras.tree.flatten(_result(metric, of_all))
+    result_of_parts = keras.tree.flatten(_result(metric, added))
+    for one, other in ((of_all, added), (result, result_of_parts)):
         pairs = zip(one, other, strict=True)
         # With room for rounding: states are float32 within.
         if all(np.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True) for a, b in pairs):
@@ -282,11 +291,18 @@ def _is_sum_over_rows(
     return False
 
 
-def _result(metric: keras.metrics.Metric, state: Sequence[tf.Tensor]) -> np.ndarray:
-    """The result of a metric whose variables have these values: float64."""
+def _result(metric: keras.metrics.Metric, state: Sequence[tf.Tensor]) -> Numbers:
+    """The result of a metric whose variables have these values."""
     # Read within the scope: `result` may return a variable itself, which has its own value outside of it.
     with keras.StatelessScope(state_mapping=list(zip(metric.variables, state, strict=True))):
-        return np.asarray(metric.result(), np.float64)
+        return _numbers(metric.result())
+
+
+def _numbers(result: tf.Tensor | Mapping[str, tf.Tensor]) -> Numbers:
+    """The result of a metric as float64."""
+    if isinstance(result, Mapping):
+        return {key: np.asarray(part, np.float64) for key, part in result.items()}
+    return np.asarray(result, np.float64)
 
 
 def _states(metric: keras.metrics.Metric) -> list[np.ndarray]:

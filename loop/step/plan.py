@@ -10,8 +10,8 @@ import tensorflow as tf
 from loop.backends.base import Backend
 from loop.data import ArraySource, Data, Source, StreamSource
 from loop.errors import UsageError
-from loop.model.variables import as_tf, sums_dtype, trainable_variables, updates_rows
-from loop.options import Options
+from loop.model.variables import as_tf, sums_dtype, trainable_variables, updates_rows, variable_names
+from loop.options import DEFAULTS, Options
 from loop.step import approximations, communication, lookups
 from loop.step.batch_norm import batch_norms
 from loop.step.build import BuiltModel
@@ -28,6 +28,7 @@ class StepPlan:
 
     Attributes:
         dtype: the type in which losses, weights and sums are added up within a step.
+        precision: that of the run, a key of `loop.model.precision.PRECISIONS`.
         batch_size: the size of the global batch.
         accumulate: the number of micro-batches in a step.
         local_steps: the number of steps between two averages of the replicas' weights; 1: gradients are reduced.
@@ -49,6 +50,7 @@ class StepPlan:
     """
 
     dtype: tf.DType
+    precision: str
     batch_size: int
     accumulate: int
     local_steps: int
@@ -94,6 +96,7 @@ def make_plan(built: BuiltModel, backend: Backend, data: Data, options: Options,
     has_whole_batch = backend.replicas == 1 and options["accumulate"] == 1
     plan = StepPlan(
         dtype=sums_dtype(built.model),
+        precision=options["precision"],
         batch_size=options["batch_size"],
         accumulate=options["accumulate"],
         local_steps=options["local_steps"] if backend.replicas > 1 else 1,
@@ -135,11 +138,32 @@ def check_plan(built: BuiltModel, backend: Backend, data: Data, options: Options
     communication.check(backend, options["compression"])
     backend.check(trainable_variables(built.model), data, options)
     approximations.check(backend, options, data.train, summed_loss)
+    _check_replacing(built, backend, options)
     own_statistics = backend.own_variables or options["sync_batch_norm"]
     if backend.replicas > 1 and not own_statistics and batch_norms(built.model):
         raise UsageError(
             f"sync_batch_norm=False with backend={backend.name!r}: variables are stored once, so no replica has "
             "statistics of its own; leave it out, or use backend='mirrored'"
+        )
+
+
+def _check_replacing(built: BuiltModel, backend: Backend, options: Options) -> None:
+    """Refuses what would change gradients that are no gradients, but the new values of their variables (float8)."""
+    variables = trainable_variables(built.model)
+    replaced = [variable for variable in variables if getattr(variable, "overwrite_with_gradient", False)]
+    if not replaced:
+        return
+    changes = [f"{backend.replicas} replicas"] if backend.replicas > 1 else []
+    for name in ("accumulate", "clip_norm", "clip_value"):
+        if options[name] != DEFAULTS[name]:
+            changes.append(f"{name}={options[name]}")
+    if options["precision"] == "mixed_float16":
+        changes.append("precision='mixed_float16'")
+    if changes:
+        raise UsageError(
+            f"{' and '.join(changes)}: the gradient of {variable_names(replaced)[0]} is its new value (float8), which "
+            "must not be added up, divided or clipped: train on one replica, without accumulate, clip_norm, clip_value "
+            "and mixed_float16; clipnorm and global_clipnorm of a Keras optimizer leave such variables alone"
         )
 
 

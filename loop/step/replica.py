@@ -6,15 +6,19 @@ Outside of a training or evaluation step there is one replica, which has the who
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
+from typing import ParamSpec
 
 import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.data import Rows, count
 from loop.errors import UsageError
-from loop.task import Batch
+from loop.task import Batch, Values
+
+P = ParamSpec("P")
 
 
 class CollectiveNeededError(Exception):
@@ -315,3 +319,23 @@ def probing(examples: int) -> Iterator[None]:
         yield
     finally:
         del _here.tried
+
+
+def as_in_replica(backend: Backend, compute: Callable[P, Values]) -> Callable[P, Values]:
+    """`compute`, called anew as in a replica of a strategy if it fails outside of one, within `Backend.scope`.
+
+    There alone TensorFlow has a gradient with respect to variables of which each replica has a copy.
+    """
+
+    @functools.wraps(compute)
+    def call(*arguments: P.args, **named: P.kwargs) -> Values:
+        try:
+            return compute(*arguments, **named)
+        except ValueError as error:
+            # The cause is that of `GradientTape.jacobian`, which raises an error of its own.
+            if not any("outside the replica context" in str(part) for part in (error, error.__cause__)):
+                raise
+        with backend.as_replica():
+            return compute(*arguments, **named)
+
+    return call

@@ -11,6 +11,7 @@ import tensorflow as tf
 from loop.backends.base import Backend
 from loop.data import ArraySource, Data, DataIterator, IndexedSource, Rows, Source, StreamSource, evaluation_sets
 from loop.errors import TrainingError, UsageError
+from loop.model.precision import keras_precision
 from loop.model.variables import carried_variables, trainable_variables
 from loop.monitor.phase_marker import HOST, PhaseMarker
 from loop.options import Options
@@ -187,7 +188,8 @@ class TrainStep:
         """Makes the compiled functions anew."""
         # tfloop's own code is traced as it stands, since AutoGraph would take seconds to convert it. Only the task's
         # methods are converted: see `as_written`.
-        self._train = compiled(self._train_steps)
+        # In the run's precision, as `compute` is tried: it may ask Keras for its float type.
+        self._train = compiled(keras_precision(self._context.plan.precision)(self._train_steps))
         self._average = compiled(self._average_over_replicas)
         self._blocks.compile()
 

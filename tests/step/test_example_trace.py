@@ -123,6 +123,28 @@ def test_a_trial_changes_no_state(kind, replicas):
         assert built.values == []
 
 
+@pytest.mark.parametrize("own_step", [False, True])
+@pytest.mark.parametrize("take", ["gradient", "jacobian"])
+def test_a_gradient_within_compute_is_tried_as_in_a_replica(take, own_step):
+    """As for a penalty of each example's gradient. Of the copies of replicas, TensorFlow knows no gradient outside."""
+
+    class Penalized(Unweighted):
+        def compute(self, model, batch, training):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum((model(batch[0], training=training) - batch[1]) ** 2, -1)
+            gradient = getattr(tape, take)(loss, model.trainable_variables[0].value)
+            return {"loss": loss + tf.reduce_sum(gradient**2)}
+
+        def train_step(self, model, step):
+            step.minimize(lambda batch: self.compute(model, batch, training=True))
+
+    if not own_step:
+        del Penalized.train_step
+    task = Penalized()
+    built = build(task, create("mirrored", 2), "float32", _example(task))
+    assert built.minimized == {"": ["loss"]}
+
+
 def _example(task):
     return tf.nest.map_structure(lambda array: tf.constant(array[:3]), task.train_data().arrays)
 

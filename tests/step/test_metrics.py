@@ -9,6 +9,7 @@ from sklearn.metrics import f1_score, roc_auc_score
 import loop
 from loop import ArrayData, UsageError, fit
 from loop.backends import create
+from loop.step.metric_sums import MetricSums, try_metrics
 from tests.products import singles
 from tests.tasks import Plain, Unweighted, regression
 
@@ -239,6 +240,18 @@ def test_metric_with_wrong_arguments_is_refused(value, message, quiet):
 
     with pytest.raises(UsageError, match=message):
         fit(Wrong(), callbacks=quiet())
+
+
+def test_a_result_that_is_a_dict_is_a_number_for_each_key():
+    class Counted(keras.metrics.Mean):
+        def result(self):
+            return {"mean": super().result(), "pair": [super().result(), self.count]}
+
+    sums = MetricSums(["loss", "m"], {"m": Counted()})
+    values = {"loss": tf.ones([3]), "m": tf.constant([1.0, 2.0, 6.0])}
+    try_metrics(sums.metrics, values)
+    means = sums.means(np.array([6.0, 3.0]), sums.states(values).numpy())
+    assert means == {"loss": 2.0, "m_mean": 3.0, "m_pair_0": 3.0, "m_pair_1": 3.0}
 
 
 def test_metric_may_have_weights_of_its_own(quiet):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from callbacks import Callback, standard
-from loop import ArrayData, TrainingError, UsageError, fit
+from loop import ArrayData, TrainingError, UsageError, fit, predict
 from loop.backends import create
 from loop.step import loss_scale as scaling
 from tests.tasks import Alarm, Plain, Weighted, regression
@@ -218,3 +218,47 @@ def test_what_comes_behind_a_bad_step_in_the_same_call_was_not_made(replicas, in
     assert one.weights_sha256 == many.weights_sha256
     assert one.history == many.history
     assert [row["skipped_steps"] for row in many.history] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"accumulate": 2, "clip_norm": 1.0}, r"^accumulate=2 and clip_norm=1.0: .*/inputs_scale is its new value"),
+        ({"precision": "mixed_float16"}, "^precision='mixed_float16': the gradient"),
+        ({"backend": 2}, "^2 replicas: the gradient"),
+    ],
+)
+def test_scales_of_float8_are_not_added_up_divided_or_clipped(options, said, quiet):
+    """A step set them to such a result, without a word."""
+
+    class Float8(Plain):
+        def build_model(self):
+            model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, dtype="float32")])
+            model.layers[0].quantize("float8")
+            return model
+
+    if "backend" in options:
+        options["backend"] = create("mirrored", options["backend"])
+    with pytest.raises(UsageError, match=said):
+        fit(Float8(), callbacks=quiet(), **options)
+
+
+def test_compute_is_traced_in_the_float_type_that_it_is_tried_in(quiet, tmp_path):
+    """Keras's default type was float32 in the step, and float64 where the task was built and tried."""
+
+    class Asks(Plain):
+        def build_model(self):
+            return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1), keras.layers.AlphaDropout(0.1, seed=1)])
+
+        def eval_data(self):
+            return self.train_data()
+
+        def compute(self, model, batch, training):
+            inputs, labels = tf.nest.map_structure(lambda part: keras.ops.cast(part, keras.config.floatx()), batch[:2])
+            loss = tf.reduce_sum((model(inputs, training=training) - labels) ** 2, -1)
+            return {"loss": loss, "wide": tf.fill(tf.shape(loss), loss.dtype.size)}
+
+    result = fit(Asks(), precision="float64", batch_size=50, callbacks=quiet(), run_dir=tmp_path / "run")
+    assert result.metrics["wide"] == result.metrics["eval_wide"] == 8
+    assert predict(Asks(), tmp_path / "run", precision="float64").dtype == "float64"
+    assert keras.config.floatx() == "float32"
