@@ -310,7 +310,7 @@ def number(environment: Mapping[str, str], name: str) -> int:
         UsageError: the variable isn't set, or its value isn't a whole number.
     """
     text = _text(environment, name)
-    if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
+    if not re.fullmatch(r"\d{1,10}", text, re.ASCII):  # Slurm's numbers of jobs have 32 bits
         raise UsageError(f"{name}={text}: the launcher should have set a number")
     return int(text)
 

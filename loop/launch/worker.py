@@ -146,8 +146,9 @@ def reporting() -> Iterator[Reporter]:
         }
         write_text(Path(job) / f"rank-{worker_name()}.json", json.dumps(message))
 
-    if job is not None:
+    if job_size() is not None:  # of an outside launcher, too: see `forget_inherited_job`
         os.environ[OWNER] = str(os.getpid())
+    if job is not None:
         # By default, SIGUSR1 kills a process. It is ignored until the run has its own handler.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         die_with_parent()
