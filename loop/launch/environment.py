@@ -27,7 +27,7 @@ START_TIMEOUT = "TFLOOP_START_TIMEOUT"
 """Environment variable: the seconds within which all workers of a job must have started; 120."""
 _OF_WORKER = (LAUNCHER, JOB, WORKER, OWNER, LOCAL_SIZE, "TFLOOP_LOCAL_RANK", "TF_CONFIG")
 _OF_LAUNCHERS = (
-    "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "LSF_PM_TASKID", "OMPI_COMM_WORLD_SIZE", "PBS_NODEFILE",
+    "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "LSF_PM_TASKID", "OMPI_COMM_WORLD_SIZE", "PBS_NODEFILE", "PMI_SIZE",
     "SKYPILOT_NODE_RANK", "SLURM_STEP_NUM_TASKS", "TFLOOP_SERVICE",
 )  # fmt: skip
 """Variables of outside launchers. `places` finds no place without the launcher's own."""

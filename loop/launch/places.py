@@ -52,6 +52,13 @@ def find(environment: Mapping[str, str]) -> tuple[str, Place] | None:
         if not 0 <= place.rank < len(place.hosts):
             raise UsageError(f"{launcher} has started {len(place.hosts)} workers, but this one has rank {place.rank}")
         return launcher, place
+    # Each worker would train alone, as if there were no others.
+    if environment.get("PMI_SIZE", "1") != "1" and "PBS_NODEFILE" not in environment:
+        raise UsageError(
+            f"PMI_SIZE={environment['PMI_SIZE']}: started by an mpiexec that doesn't say where the workers are (it is "
+            "supported within a job of PBS): use --workers N or --hosts, or give each worker a TF_CONFIG; with "
+            "--backend single, each trains alone"
+        )
     return None
 
 

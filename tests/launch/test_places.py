@@ -68,6 +68,7 @@ def test_places_under_srun():
         ("auto", OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "one"}, "OMPI_COMM_WORLD_RANK=one"),
         ("auto", {name: OPEN_MPI[name] for name in OPEN_MPI if name != "PMIX_NAMESPACE"}, "set TFLOOP_PORT_BASE"),
         ("auto", OPEN_MPI | {"TFLOOP_PORT_BASE": "80"}, "TFLOOP_PORT_BASE=80: give a port"),
+        ("auto", {"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_SIZE=2: started by an mpiexec that doesn't say where"),
         ("auto", SLURM | {"SLURM_LOCALID": "1"}, "srun --distribution=block"),
         ("auto", SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3"}, "contradict each other"),
         ("auto", SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2+1"}, "SLURM_STEP_TASKS_PER_NODE=2.1: it must be like"),
