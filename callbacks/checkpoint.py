@@ -74,7 +74,7 @@ class Checkpoint(Callback):
         self.every: Every = "epoch" if every == "auto" else every
         self.pause = 0.0 if every == "epoch" else PAUSE
         # What was asked for, and what this run has: `on_data` decides, and a callback may serve several runs.
-        self.best = self._asked = best
+        self.best = self.asked = best
         self.watches = {"best": best} if best not in (None, DEFAULT) else {}
         self.sign = metric_direction.sign(self, "best", best or "loss", mode)
         self.policy = Policy(keep_last, keep_best, keep_every, keep_hourly, max_bytes, self.sign)
@@ -92,15 +92,15 @@ class Checkpoint(Callback):
         run.save_on_stop = True
         run.save_in_background = self.background
         run.save_must_succeed = self.on_error == "stop"
-        self.best = self._asked
+        self.best = self.asked
         self.best_value = self.best_step = None
         self._best_saved = self._result_saved = None
         self._known = {}
 
     def on_data(self, run: Run, data: Data) -> Data:
         # `keep="best"` needs a metric, and takes the training's loss where there is no evaluation.
-        needs_metric = run.options["keep"] == "best" and self._asked in (None, DEFAULT)
-        if needs_metric or (self._asked == DEFAULT and data.evaluated):
+        needs_metric = run.options["keep"] == "best" and self.asked in (None, DEFAULT)
+        if needs_metric or (self.asked == DEFAULT and data.evaluated):
             before = self.best
             self.best = _default(data)
             if self.best != before:  # the phase before had another one, with whose values none of this compares

@@ -43,6 +43,10 @@ class PeerError(TrainingError):
     """Another worker failed; the message names its rank and its error. Exit code 1."""
 
 
+class PeerUsageError(UsageError):
+    """Another worker has found a `UsageError`; the message names its rank and its error. Exit code 2."""
+
+
 @contextlib.contextmanager
 def no_exit() -> Iterator[None]:
     """Makes `sys.exit` an error: the run would look finished, and other workers would wait for this one.

@@ -26,6 +26,11 @@ LOCAL_SIZE = "TFLOOP_LOCAL_SIZE"
 START_TIMEOUT = "TFLOOP_START_TIMEOUT"
 """Environment variable: the seconds within which all workers of a job must have started; 120."""
 _OF_WORKER = (LAUNCHER, JOB, WORKER, OWNER, LOCAL_SIZE, "TFLOOP_LOCAL_RANK", "TF_CONFIG")
+_OF_LAUNCHERS = (
+    "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "LSF_PM_TASKID", "OMPI_COMM_WORLD_SIZE", "PBS_NODEFILE", "PMI_SIZE",
+    "SKYPILOT_NODE_RANK", "SLURM_STEP_NUM_TASKS", "TFLOOP_SERVICE",
+)  # fmt: skip
+"""Variables of outside launchers. `places` finds no place without the launcher's own."""
 
 
 def forget_inherited_job() -> None:
@@ -36,7 +41,7 @@ def forget_inherited_job() -> None:
     if os.environ.get(OWNER, "") in ("", str(os.getpid())):
         return
     for name in list(os.environ):
-        if name in _OF_WORKER or name.startswith("HOROVOD_"):
+        if name in (*_OF_WORKER, *_OF_LAUNCHERS) or name.startswith("HOROVOD_"):
             del os.environ[name]
 
 

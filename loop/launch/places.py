@@ -52,6 +52,13 @@ def find(environment: Mapping[str, str]) -> tuple[str, Place] | None:
         if not 0 <= place.rank < len(place.hosts):
             raise UsageError(f"{launcher} has started {len(place.hosts)} workers, but this one has rank {place.rank}")
         return launcher, place
+    # Each worker would train alone, as if there were no others.
+    if environment.get("PMI_SIZE", "1") != "1" and "PBS_NODEFILE" not in environment:
+        raise UsageError(
+            f"PMI_SIZE={environment['PMI_SIZE']}: started by an mpiexec that doesn't say where the workers are (it is "
+            "supported within a job of PBS): use --workers N or --hosts, or give each worker a TF_CONFIG; with "
+            "--backend single, each trains alone"
+        )
     return None
 
 
@@ -310,7 +317,7 @@ def number(environment: Mapping[str, str], name: str) -> int:
         UsageError: the variable isn't set, or its value isn't a whole number.
     """
     text = _text(environment, name)
-    if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
+    if not re.fullmatch(r"\d{1,10}", text, re.ASCII):  # Slurm's numbers of jobs have 32 bits
         raise UsageError(f"{name}={text}: the launcher should have set a number")
     return int(text)
 

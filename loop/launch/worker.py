@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypedDict
 
 from callbacks.files import FileError, write_text
 from callbacks.run_record.redaction import mask
-from loop.errors import BAD_INPUT, FAILED, PREEMPTED, PeerError, TrainingError, UsageError, no_exit
+from loop.errors import BAD_INPUT, FAILED, PREEMPTED, PeerError, PeerUsageError, TrainingError, UsageError, no_exit
 from loop.launch import explain, signals, stderr
 from loop.launch.environment import JOB, LAUNCHER, OWNER, job_size, not_started, start_timeout, worker_name
 
@@ -124,8 +124,8 @@ def before_training() -> Iterator[None]:
 def reporting() -> Iterator[Reporter]:
     """Yields a function that reports this worker's exit code, error and result to the launcher, if it is tfloop's.
 
-    An error within it is translated by `as_peer_error`, reported, and raised. A `PeerError` only repeats what another
-    worker reports. It is marked as an echo, so that the launcher shows the failure that came first.
+    An error within it is translated by `as_peer_error`, reported, and raised. A `PeerError` or `PeerUsageError` only
+    repeats what another worker reports: marked as an echo, so that the launcher shows the failure that came first.
     """
     job = os.environ.get(JOB)
 
@@ -141,13 +141,14 @@ def reporting() -> Iterator[Reporter]:
             "code": code,
             "result": result,
             "error": mask(text),
-            "echo": isinstance(error, PeerError),
+            "echo": isinstance(error, PeerError | PeerUsageError),
             "time": time.time(),
         }
         write_text(Path(job) / f"rank-{worker_name()}.json", json.dumps(message))
 
-    if job is not None:
+    if job_size() is not None:  # of an outside launcher, too: see `forget_inherited_job`
         os.environ[OWNER] = str(os.getpid())
+    if job is not None:
         # By default, SIGUSR1 kills a process. It is ignored until the run has its own handler.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         die_with_parent()

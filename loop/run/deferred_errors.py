@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from loop.backends.host_collectives import HostCollectives
-from loop.errors import PeerError, UsageError, no_exit
+from loop.errors import PeerError, PeerUsageError, UsageError, no_exit
 
 
 class DeferredErrors:
@@ -52,5 +52,5 @@ class DeferredErrors:
         # The first rank that has failed. After a `UsageError` all workers end with its exit code.
         rank = min(rank for rank, (text, _) in enumerate(reports) if text)
         text, is_usage = reports[rank]
-        kind = UsageError if is_usage else PeerError
+        kind = PeerUsageError if is_usage else PeerError
         raise kind(f"rank {rank} failed: {text}")

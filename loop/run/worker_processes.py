@@ -17,6 +17,7 @@ from callbacks.files import launch_path, write_text
 from callbacks.run_record.redaction import tell
 from loop.backends.base import Backend
 from loop.checkpoint.array_files import Json
+from loop.checkpoint.store import address
 from loop.errors import BAD_INPUT, PREEMPTED, TrainingError, UsageError
 from loop.launch.environment import job_size
 from loop.launch.process import WorkerProcess, printed_lines, start_worker, worker_command
@@ -28,6 +29,7 @@ from loop.run.session import Session, index_of
 from loop.run.state import assign, numbered
 from loop.step import approximations
 from loop.target import cells
+from loop.target.fields import set_fields
 from loop.target.fields import typed as typed_field
 from loop.task import Model, TrainTask, hyperparameters, target_of
 
@@ -69,15 +71,20 @@ def fit_in_workers(
     # All that can be refused is refused here, before processes are started, which takes seconds.
     options = with_defaults(task, {**given, "backend": _backend(given["backend"])})
     arguments = [*_typed_options(given), *_typed_fields(task), *_tracking(callbacks)]
-    directory = launch_path(run_dir or new_name(type(task).__name__)).resolve()
+    if address.is_url(run_dir or ""):
+        run_dir = address.read_url(str(run_dir))
+        beside = address.place(run_dir, address.SPOOLS)  # the run directory is there, and is made by the chief
+    else:
+        run_dir = beside = launch_path(run_dir or new_name(type(task).__name__)).resolve()
     target = target_of(task)
     if target is None:
         source = cells.source_of(type(task))
-        directory.mkdir(parents=True, exist_ok=True)
-        write_text(directory / SOURCE, source)
-        target = f"{directory / SOURCE}:{type(task).__name__}"
+        beside.mkdir(parents=True, exist_ok=True)
+        write_text(beside / SOURCE, source)
+        target = f"{beside / SOURCE}:{type(task).__name__}"
 
-    printed = _train([target, *arguments, f"--workers={workers}", f"--run-dir={directory}"])
+    printed = _train([target, *arguments, f"--workers={workers}", f"--run-dir={run_dir}"])
+    directory = Path(printed["run_dir"])
     model = _model(task, options, directory)
     values: Json = {}
     for field in dataclasses.fields(FitResult):  # the command prints more, and not the model
@@ -130,6 +137,7 @@ def _typed_fields(task: TrainTask) -> list[str]:
     if dataclasses.is_dataclass(task) and _has_defaults(task):
         defaults = hyperparameters(type(task)())
     typed = []
+    changed = {}
     for name, value in hyperparameters(task).items():
         if name in defaults and _equal(defaults[name], value):
             continue
@@ -138,8 +146,38 @@ def _typed_fields(task: TrainTask) -> list[str]:
                 f"fit(workers=...): the field {name} of {type(task).__name__} is {type(value).__name__}, which can't "
                 "be handed to other processes: make it in a method, of fields that are numbers or texts"
             )
-        typed.append(f"--set={name}={typed_field(value)}")
+        text = f"{name}={typed_field(value)}"
+        if isinstance(value, str) and set_fields(type(task), [text])[name] != value:
+            raise UsageError(
+                f"fit(workers=...): the field {name} of {type(task).__name__} is the text {value!r}, which other "
+                "processes would read as another type: give the field the type str alone, or another text"
+            )
+        typed.append(f"--set={text}")
+        changed[name] = value
+    _check_attributes(task, changed)
     return typed
+
+
+def _check_attributes(task: TrainTask, changed: Mapping[str, Any]) -> None:
+    """Refuses a number or text that was set on the task and is no field: other processes make a task of its fields.
+
+    Anything else, such as data or a model, is what methods of the task have kept there.
+
+    Raises:
+        UsageError: one differs from that of a new task.
+    """
+    kind = type(task).__name__
+    try:
+        new = type(task)(**changed)
+    except Exception:  # other processes can't make one, either, and say why
+        return
+    for name, value in vars(task).items():
+        is_plain = isinstance(value, str | int | float) and not name.startswith("_")
+        if is_plain and name not in changed and not _equal(getattr(new, name, value), value):
+            raise UsageError(
+                f"fit(workers=...): {name} of this {kind} was set, but it is no field, and other processes make a "
+                f"{kind} of its fields alone: make {kind} a @dataclass with the field {name}"
+            )
 
 
 def _has_defaults(task: TrainTask) -> bool:
@@ -167,13 +205,20 @@ def _tracking(callbacks: Iterable[Callback] | None) -> list[str]:
     if callbacks is None:
         return []
     kinds = set(map(type, callbacks))
-    usual = set(map(type, standard()))
-    if not isinstance(callbacks, StandardSet) or not usual - {MLflowTracker} <= kinds <= usual:
+    usual = {type(callback): _settings(callback) for callback in standard()}
+    is_usual = isinstance(callbacks, StandardSet) and usual.keys() - {MLflowTracker} <= kinds <= usual.keys()
+    # One that was made with other settings would be replaced, without a word, by the usual one.
+    if not is_usual or any(_settings(callback) != usual[type(callback)] for callback in callbacks):
         raise UsageError(
             "fit(workers=...) with callbacks: objects can't be handed to other processes: return them from the task's "
             "build_callbacks(), and leave callbacks out, or give callbacks.standard(mlflow=None)"
         )
     return [] if MLflowTracker in kinds else ["--track=off"]
+
+
+def _settings(callback: Callback) -> dict[str, object]:
+    """What a callback was made with; without what it keeps for itself, and the best value of a training before."""
+    return {name: value for name, value in vars(callback).items() if not name.startswith(("_", "best"))}
 
 
 def _train(arguments: list[str]) -> Json:

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loop import UsageError
-from loop.launch import host_lists, machine, places, schedulers
-from loop.launch.environment import read_tf_config, tf_cluster
+from loop.launch import host_lists, machine, places, schedulers, worker
+from loop.launch.environment import OWNER, forget_inherited_job, read_tf_config, tf_cluster
 from tests import launchers
 from tests.conftest import ROOT, needs_horovod, tfloop
 from tests.launchers import LAUNCHERS, SHARED
@@ -57,6 +57,7 @@ def test_places_under_srun():
     }
     assert "127.0.0.1" in schedulers.place("auto", alone | {schedulers.PORTS: "4000"})["TF_CONFIG"]
     assert schedulers.place("auto", {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2"}) == {}  # the script of a batch job
+    assert schedulers.place("auto", SLURM | {"SLURM_JOB_ID": "4227858432"})  # in a federation of clusters
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,7 @@ def test_places_under_srun():
         ("auto", OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "one"}, "OMPI_COMM_WORLD_RANK=one"),
         ("auto", {name: OPEN_MPI[name] for name in OPEN_MPI if name != "PMIX_NAMESPACE"}, "set TFLOOP_PORT_BASE"),
         ("auto", OPEN_MPI | {"TFLOOP_PORT_BASE": "80"}, "TFLOOP_PORT_BASE=80: give a port"),
+        ("auto", {"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_SIZE=2: started by an mpiexec that doesn't say where"),
         ("auto", SLURM | {"SLURM_LOCALID": "1"}, "srun --distribution=block"),
         ("auto", SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3"}, "contradict each other"),
         ("auto", SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2+1"}, "SLURM_STEP_TASKS_PER_NODE=2.1: it must be like"),
@@ -277,6 +279,25 @@ def test_what_is_no_job_of_several_workers(flux, tmp_path):
     assert schedulers.place("auto", first("blaunch", TWO, tmp_path, LSF_PM_TASKID=None)) == {}
     assert schedulers.place("auto", first("pbsdsh", TWO, tmp_path, PBS_TASKNUM="1")) == {}
     assert schedulers.place("auto", {"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "sweep-1"}) == {}
+
+
+@pytest.mark.parametrize("launcher", ["Slurm", "mpirun", *LAUNCHERS])
+def test_a_command_that_a_worker_starts_is_none_of_the_job(launcher, tmp_path, flux, monkeypatch):
+    """It took the worker's place, and was refused because the worker has the port."""
+    monkeypatch.setattr(schedulers, "horovod_has_mpi", lambda: False)
+    inherited = OPEN_MPI
+    if launcher != "mpirun":
+        hosts = {"n-0": 1, "n-1": 1}
+        inherited = list(launchers.environments(launcher, hosts, tmp_path))[1]
+    place = schedulers.place("auto", inherited)
+    monkeypatch.setattr(os, "environ", {**inherited, **place, "PATH": os.environ["PATH"]})
+    with worker.reporting():
+        forget_inherited_job()
+    assert os.environ["TF_CONFIG"] == place["TF_CONFIG"]  # the worker itself
+    os.environ[OWNER] = str(os.getppid())
+    forget_inherited_job()
+    assert "TF_CONFIG" not in os.environ
+    assert schedulers.place("auto", os.environ) == {}
 
 
 @pytest.mark.parametrize("backend", ["multiworker", pytest.param("horovod", marks=needs_horovod)])
