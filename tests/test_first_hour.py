@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 import cli
+import loop
 from callbacks import (
     Callback,
     Checkpoint,
@@ -221,6 +222,16 @@ def test_a_class_and_what_is_no_task_are_refused():
         fit(Weighted)
     with pytest.raises(UsageError, match=re.escape("fit(Sequential): give an object of a subclass of loop.TrainTask")):
         fit(keras.Sequential([keras.layers.Dense(1)]))
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_what_is_no_task_or_no_path_of_a_run_is_refused(call):
+    function = getattr(loop, call)
+    with pytest.raises(UsageError, match=re.escape(f"{call}(Weighted): give an object, not its class")):
+        function(Weighted, "run")
+    result = object.__new__(loop.FitResult)
+    with pytest.raises(UsageError, match=re.escape(f"{call}(task, FitResult): give the path of a run directory or")):
+        function(Weighted(), result)
 
 
 @dataclass
