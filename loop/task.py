@@ -282,8 +282,8 @@ def check_is_task(task: object, call: str = "fit") -> None:
         raise UsageError(f"{call}({task.__name__}): give an object, not its class: {call}({task.__name__}())")
     if not isinstance(task, TrainTask):
         raise UsageError(
-            f"{call}({type(task).__name__}): give an object of a subclass of loop.TrainTask; loop.KerasTask makes one of "
-            "a Keras model, its optimizer and its loss"
+            f"{call}({type(task).__name__}): give an object of a subclass of loop.TrainTask; loop.KerasTask makes one "
+            "of a Keras model, its optimizer and its loss"
         )
     for name, method in vars(TrainTask).items():
         if inspect.isfunction(method) and not name.startswith("_"):

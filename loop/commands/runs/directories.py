@@ -7,7 +7,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from callbacks.run_record.record import begun, is_run, printable
+from callbacks.run_record.record import begun, is_run, printable, read_about
+from callbacks.run_record.values import as_dict
 from loop.checkpoint.store import address
 from loop.errors import UsageError
 from loop.run import trust
@@ -150,7 +151,22 @@ def checkpointed(path: Path, option: str = "") -> Path:
     from loop.checkpoint.checkpoint_files import MANIFEST, complete  # which loads NumPy
 
     if not os.path.lexists(path / MANIFEST) and not complete(path / "checkpoints"):
+        refuse_sweep(path, option)
         raise UsageError(
             f"{option}{printable(str(path))}: no checkpoint there: give a run directory or a directory step-<8 digits>"
         )
     return path
+
+
+def refuse_sweep(path: Path, option: str = "") -> None:
+    """Refuses the directory of a sweep, which has no weights of its own, but its trials have.
+
+    Raises:
+        UsageError: it is one; the message names the best trial, if there is one yet.
+    """
+    about = read_about(path)
+    if "sweep" in about:
+        trial = path / str(as_dict(about.get("best")).get("trial", "trial-000"))
+        raise UsageError(
+            f"{option}{printable(str(path))} is a sweep: give a trial of it, such as {printable(str(trial))}"
+        )
