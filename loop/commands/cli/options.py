@@ -343,8 +343,8 @@ Callback = Annotated[
     ),
 ]
 
-# Of evaluate.
-EvaluateBackend = Annotated[str | None, Option(help="single, mirrored or central; in a job: auto.")]
+# Of evaluate, and of predict.
+UseBackend = Annotated[str | None, Option(help="auto, single, mirrored, central, multiworker or horovod.")]
 EvaluateBatchSize = Annotated[int | None, Option(help="The global batch.")]
 
 # Of predict.
@@ -359,7 +359,6 @@ PredictOut = Annotated[
     Path,
     Option(parser=written_file, metavar="FILE", help="What is written: OUT.parquet, OUT.npy, OUT.npz or OUT.jsonl."),
 ]
-PredictBackend = Annotated[str | None, Option(help="auto, single, mirrored, central, multiworker or horovod.")]
 PredictWorkers = Annotated[int | None, Option("--workers", help="Processes on this machine.")]
 PredictBatchSize = Annotated[int | None, Option("--batch-size", help="Examples in a block, computed at once.")]
 PredictThreads = Annotated[

@@ -47,7 +47,7 @@ def list_runs(
 def show_run(
     context: typer.Context,
     run: typed.Name,
-    metric: listing.Metric = None,
+    metric: listing.Drawn = None,
     as_json: typed.AsJson = False,
     root: typed.Root = None,
 ) -> None:
