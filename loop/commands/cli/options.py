@@ -210,6 +210,14 @@ Resume = Annotated[str | None, Option(help="auto, never, or the path of a checkp
 Shuffle = Annotated[
     bool | None, Option("--shuffle/--no-shuffle", help="Permute the data each epoch.", rich_help_panel=help_.LENGTH)
 ]
+DropRemainder = Annotated[
+    bool | None,
+    Option(
+        "--drop-remainder/--no-drop-remainder",
+        help="Leave out an epoch's last batch if it is short.",
+        rich_help_panel=help_.LENGTH,
+    ),
+]
 Precision = Annotated[
     str | None, Option(help="float32, float64, bfloat16 or mixed_float16.", rich_help_panel=help_.NUMBERS)
 ]

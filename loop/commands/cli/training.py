@@ -80,6 +80,7 @@ class TrainArguments(types.SimpleNamespace):
     resume: typed.Resume = None
     seed: typed.Seed = None
     shuffle: typed.Shuffle = None
+    drop_remainder: typed.DropRemainder = None
     precision: typed.Precision = None
     accumulate: typed.Accumulate = None
     compression: typed.Compression = None
