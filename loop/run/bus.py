@@ -10,6 +10,7 @@ import numpy as np
 
 from callbacks import EVENTS, Callback, Checkpoint, Profiler, Schedule, complete
 from callbacks.nearest import nearest
+from callbacks.run_record.redaction import tell
 from loop.data import Data
 from loop.errors import UsageError, no_exit
 from loop.monitor import fault_injection
@@ -49,7 +50,7 @@ class Bus:
         run: the run.
 
     Raises:
-        UsageError: an object is no callback, or two share a key.
+        UsageError: an object is no callback, or has a wrong `runs_on`; or two share a key.
     """
 
     def __init__(self, callbacks: list[Callback], run: Run) -> None:
@@ -57,6 +58,8 @@ class Bus:
         for key, callback in _by_key(callbacks).items():
             if callback.runs_on == "all" or run.backend.is_chief:
                 run.callbacks[key] = callback
+            if run.backend.is_chief:
+                _warn_of_no_hooks(callback)
         self._hooks: dict[str, list[Callback]] = {event: [] for event in EVENTS}
         for callback in run.callbacks.values():
             for event, hooked in self._hooks.items():
@@ -179,6 +182,8 @@ def _by_key(callbacks: list[Callback]) -> dict[str, Callback]:
                 f"callbacks has {callback!r} of type {type(callback).__name__}: give Callback objects; those of Keras "
                 "within callbacks.FromKeras(...)"
             )
+        if callback.runs_on not in ("chief", "all"):
+            raise UsageError(f"{type(callback).__name__}: runs_on={callback.runs_on!r}: give 'chief' or 'all'")
     names = [callback.key or type(callback).__name__ for callback in callbacks]
     by_key: dict[str, Callback] = {}
     for index, (name, callback) in enumerate(zip(names, callbacks, strict=True)):
@@ -188,6 +193,18 @@ def _by_key(callbacks: list[Callback]) -> dict[str, Callback]:
         nth = names[: index + 1].count(name)
         by_key[name if nth == 1 else f"{name}-{nth}"] = callback
     return by_key
+
+
+def _warn_of_no_hooks(callback: Callback) -> None:
+    """Warns of methods that are named as hooks, such as those of Keras's callbacks, and would silently do nothing."""
+    hooks = [f"on_{event}" for event in EVENTS]
+    others = [name for name in dir(type(callback)) if name.startswith("on_") and name not in hooks]
+    if others:
+        # All hooks, not the nearest one: that of `on_epoch_begin` would be `on_epoch_end`.
+        tell(
+            f"warning: the loop calls no {', '.join(others)} of {type(callback).__name__}; the hooks of a callback are "
+            f"{', '.join(hooks)}"
+        )
 
 
 def _overrides(callback: Callback, hook: str) -> bool:
