@@ -33,14 +33,19 @@ def find(root: Path) -> list[Path]:
         raise UsageError(f"--root {printable(str(root))}: can't be read ({error.strerror})") from None
 
 
-def locate(root: Path, text: str) -> Path:
-    """The run directory for a text: a name in `root`, the beginning of a name, a path, or `latest`.
+def locate(root: Path, text: str, checkpoints: bool = True) -> Path:
+    """The run directory for a text: a name in `root`, the beginning of a name, a path, a URL, or `latest`.
+
+    Args:
+        root: where runs are looked for.
+        text: what was typed.
+        checkpoints: whether those of a run at a URL are wanted, too.
 
     Raises:
         UsageError: there is none, or more than one.
     """
     if address.is_url(text):
-        return copied(text)
+        return copied(text, checkpoints)
     if not text:
         raise UsageError("the name of a run is empty: give one, or latest")
     # A whole name wins over the beginning of another one.
@@ -93,8 +98,12 @@ def _by_prefix(root: Path, paths: Mapping[str, Path], prefix: str) -> Path:
     raise UsageError(f"{printable(prefix)}: no run of that name in {printable(str(root))}; {hint}")
 
 
-def copied(url: str) -> Path:
+def copied(url: str, checkpoints: bool = True) -> Path:
     """A copy of the run at a URL, as the store has it now. If this user has trained it, its task is trusted here, too.
+
+    Args:
+        url: of the run.
+        checkpoints: whether they are wanted, too.
 
     Raises:
         UsageError: there is no run.
@@ -103,7 +112,7 @@ def copied(url: str) -> Path:
     from loop.checkpoint.store import copies
 
     url = address.read_url(url)
-    path = copies.copy(url)
+    path = copies.copy(url, checkpoints)
     # Trust is by the directory: a run that this user has trained into the store may be run from its copy, too.
     if target := trust.target_of(address.directory_of(url, address.SPOOLS)):
         trust.note(path, target)
