@@ -26,6 +26,7 @@ from callbacks import (
     Callback,
     Checkpoint,
     EarlyStopping,
+    EvaluateBeside,
     LearningRateMonitor,
     MLflowTracker,
     ReduceOnPlateau,
@@ -215,6 +216,9 @@ def test_metrics_that_are_known_are_taken(quiet):
     fit(Weighted(), callbacks=quiet() + [Adds(), EarlyStopping("eval_bleu", mode="max")])
     with pytest.raises(UsageError, match=r"this run makes no evaluation: define eval_data\(\), .* or watch 'loss'"):
         fit(Weighted(), eval_every="never", callbacks=quiet() + [EarlyStopping("eval_loss")])
+    beside = [EvaluateBeside(), EarlyStopping("eval_loss")]
+    with pytest.raises(UsageError, match=r"EvaluateBeside \(--eval-beside\) .* leave it out; or watch 'loss'"):
+        fit(Weighted(), eval_every="never", callbacks=quiet() + beside)
 
 
 def test_a_class_and_what_is_no_task_are_refused():

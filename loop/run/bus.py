@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from callbacks import EVENTS, Callback, Checkpoint, Profiler, Schedule, complete
+from callbacks import EVENTS, Callback, Checkpoint, EvaluateBeside, Profiler, Schedule, complete
 from callbacks.nearest import nearest
 from callbacks.run_record.redaction import tell
 from loop.data import Data
@@ -89,10 +89,13 @@ class Bus:
         if self._may_be_added(metric) and not is_keras_name:
             return
         if metric.startswith("eval_") and not any(name.startswith("eval_") for name in known):
-            raise UsageError(
-                f"{what}: this run makes no evaluation: define eval_data(), and leave eval_every='never' out; "
-                f"or watch {known[0]!r}"
+            is_beside = any(isinstance(callback, EvaluateBeside) for callback in self._run.callbacks.values())
+            reason = (
+                "EvaluateBeside (--eval-beside) evaluates in another process, and no callback sees that: leave it out"
+                if is_beside
+                else "this run makes no evaluation: define eval_data(), and leave eval_every='never' out"
             )
+            raise UsageError(f"{what}: {reason}; or watch {known[0]!r}")
         raise UsageError(f"{what}: this run has no such metric{nearest(metric, known)}")
 
     def _may_be_added(self, metric: str) -> bool:
