@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import numbers
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -81,7 +82,7 @@ class KerasTask(TrainTask):
         self._model_fn = model_fn
         self._optimizer_fn = optimizer_fn
         self._compiled = _Compiled(loss_fn, loss_weights, metrics, weighted_metrics)
-        self._class_weight = dict(class_weight) if class_weight else None
+        self._class_weight = _checked(class_weight)
         self._train = train
         self._eval = eval
         if optimizer_fn is None and any(value is not None for value in vars(self._compiled).values()):
@@ -254,6 +255,18 @@ class KerasTask(TrainTask):
                 raise UsageError("KerasTask(class_weight=...) with examples that have weights: give one of the two")
             weights = keras_compile.class_weights(labels, self._class_weight)
         return inputs, labels, weights
+
+
+def _checked(class_weight: object) -> dict[int, float] | None:
+    """Weights by class; refuses what isn't by class, such as the array or the "balanced" of scikit-learn."""
+    if class_weight is None:
+        return None
+    if not isinstance(class_weight, Mapping) or not all(isinstance(key, numbers.Integral) for key in class_weight):
+        raise UsageError(
+            f"KerasTask(class_weight={class_weight!r:.99}): give a dict with a weight for the number of each class, "
+            "such as {0: 1.0, 1: 5.0}"
+        )
+    return dict(class_weight) or None
 
 
 def _check_makes(name: str, function: object, example: str) -> None:

@@ -268,18 +268,22 @@ class ModelCalls:
             del self._kind.__call__
 
 
-def check_is_task(task: object) -> None:
+def check_is_task(task: object, call: str = "fit") -> None:
     """Refuses an object that `fit` can't train.
+
+    Args:
+        task: what was given.
+        call: the function that it was given to, for the message.
 
     Raises:
         UsageError: it is a class, or not a task; or a method can't take what it is called with.
     """
     if isinstance(task, type):
-        raise UsageError(f"fit({task.__name__}): give an object, not its class: fit({task.__name__}())")
+        raise UsageError(f"{call}({task.__name__}): give an object, not its class: {call}({task.__name__}())")
     if not isinstance(task, TrainTask):
         raise UsageError(
-            f"fit({type(task).__name__}): give an object of a subclass of loop.TrainTask; loop.KerasTask makes one of "
-            "a Keras model, its optimizer and its loss"
+            f"{call}({type(task).__name__}): give an object of a subclass of loop.TrainTask; loop.KerasTask makes one "
+            "of a Keras model, its optimizer and its loss"
         )
     for name, method in vars(TrainTask).items():
         if inspect.isfunction(method) and not name.startswith("_"):

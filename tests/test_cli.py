@@ -227,7 +227,7 @@ def test_a_deleted_directory_is_named_before_anything_starts_in_it(command, tmp_
         (["mine.py:Scalar"], 'compute\\(\\) returned a scalar for "loss": return one value per example'),
         (["mine.py:Mine", "--set", "hiden=3"], "Mine has no field 'hiden'; did you mean 'hidden'"),
         (["mine.py:Mine", "--set", "hidden=many"], "--set hidden=many: 'many' is no int"),
-        (["mine.py:Mine", "--set", "deep=perhaps"], "'perhaps' is no bool"),
+        (["mine.py:Mine", "--set", "deep=perhaps"], "'perhaps' is no bool .true or false"),
         (["mine.py:Mine", "--set", "ratio=x"], "'x' is no float or None"),
         (["mine.py:Mine", "--set", "hidden"], "--set hidden: give key=value"),
         (["mine.py:Mine", "--set", "shape=3"], "can't be typed on a command line"),

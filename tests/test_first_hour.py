@@ -22,10 +22,12 @@ import numpy as np
 import pytest
 
 import cli
+import loop
 from callbacks import (
     Callback,
     Checkpoint,
     EarlyStopping,
+    EvaluateBeside,
     LambdaCallback,
     LearningRateMonitor,
     MLflowTracker,
@@ -215,6 +217,9 @@ def test_metrics_that_are_known_are_taken(quiet):
     assert result.history[-1]["eval_bleu"] == 0.5
     with pytest.raises(UsageError, match=r"this run makes no evaluation: define eval_data\(\), .* or watch 'loss'"):
         fit(Weighted(), eval_every="never", callbacks=quiet() + [EarlyStopping("eval_loss")])
+    beside = [EvaluateBeside(), EarlyStopping("eval_loss")]
+    with pytest.raises(UsageError, match=r"EvaluateBeside \(--eval-beside\) .* leave it out; or watch 'loss'"):
+        fit(Weighted(), eval_every="never", callbacks=quiet() + beside)
 
 
 def test_metrics_that_a_callback_adds_are_for_those_behind_it_on_each_rank():
@@ -241,6 +246,16 @@ def test_a_class_and_what_is_no_task_are_refused():
         fit(Weighted)
     with pytest.raises(UsageError, match=re.escape("fit(Sequential): give an object of a subclass of loop.TrainTask")):
         fit(keras.Sequential([keras.layers.Dense(1)]))
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_what_is_no_task_or_no_path_of_a_run_is_refused(call):
+    function = getattr(loop, call)
+    with pytest.raises(UsageError, match=re.escape(f"{call}(Weighted): give an object, not its class")):
+        function(Weighted, "run")
+    result = object.__new__(loop.FitResult)
+    with pytest.raises(UsageError, match=re.escape(f"{call}(task, FitResult): give the path of a run directory or")):
+        function(Weighted(), result)
 
 
 @dataclass

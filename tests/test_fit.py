@@ -321,6 +321,12 @@ def flat_weight(model, batch, training):
     return {"loss": (model(batch[0]) - batch[1]) ** 2, "weight": tf.ones([tf.shape(batch[0])[0]])}
 
 
+def old_adam():
+    import tf_keras
+
+    return tf_keras.optimizers.legacy.Adam()
+
+
 @pytest.mark.parametrize(
     ("task", "options", "message"),
     [
@@ -330,6 +336,7 @@ def flat_weight(model, batch, training):
         (Broken(build_model=lambda: 3), {}, r"build_model\(\) returned int"),
         (Broken(build_model=lambda: None), {}, r"build_model\(\) returned NoneType"),
         (Broken(build_optimizer=lambda: "adam"), {}, r"build_optimizer\(\) returned str"),
+        (Broken(build_optimizer=old_adam), {}, r"returned Adam, of optimizers.legacy: return tf_keras.optimizers.Adam"),
         (Broken(train_data=lambda: ArrayData(np.zeros((0, 5)), np.zeros((0, 1)))), {}, "no examples"),
         (Plain(), {"batch_size": 0}, "batch_size=0: the global batch must hold at least 1"),
         (Plain(), {"epochs": 0}, "epochs=0: give a whole number"),

@@ -238,3 +238,9 @@ def test_what_would_train_otherwise_than_fit_is_refused(kind, given, message, qu
 
     with pytest.raises(UsageError, match=message):
         fit(KerasTask.from_compiled(make, data[:2]), steps=1, callbacks=quiet())
+
+
+@pytest.mark.parametrize("weights", ["balanced", np.ones(2), {"0": 1.0}])
+def test_class_weights_that_are_not_by_class_are_refused(weights):
+    with pytest.raises(UsageError, match=r"class_weight=.*give a dict with a weight for the number of each class"):
+        KerasTask(keras.Sequential, "adam", "mse", (np.ones((2, 1)), np.ones(2)), class_weight=weights)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from callbacks import EarlyStopping
+from callbacks import Callback, EarlyStopping
 from loop import ArrayData, TrainTask, UsageError, fit
 
 INPUTS = np.random.default_rng(0).normal(size=(40, 8)).astype("float32")
@@ -174,6 +174,18 @@ def test_a_metric_that_is_not_there_is_named(quiet):
 def test_callbacks_that_are_none_are_refused(given, fix):
     with pytest.raises(UsageError, match=re.escape(fix)):
         fit(Task(), callbacks=given)
+
+
+def test_what_a_callback_misspells_is_refused_or_warned_of(quiet, capsys):
+    class Misspelt(Callback):
+        def on_epoch_begin(self, run):
+            """Keras's name of `on_epoch_start`."""
+
+    fit(Task(), callbacks=quiet() + [Misspelt()])
+    assert "warning: the loop calls no on_epoch_begin of Misspelt; the hooks of a call" in capsys.readouterr().err
+    Misspelt.runs_on = "chef"
+    with pytest.raises(UsageError, match="Misspelt: runs_on='chef': give chief or all"):
+        fit(Task(), callbacks=quiet() + [Misspelt()])
 
 
 def test_a_task_that_forgets_to_return_its_callbacks_is_refused(quiet):

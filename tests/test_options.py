@@ -7,11 +7,10 @@ import pytest
 import cli
 from loop import UsageError, fit
 from loop.options import DEFAULTS, KEPT, OPTIONS, with_defaults
+from loop.run.worker_processes import _typed_options
 
 NO_OPTIONS = {"task", "callbacks", "run_dir", "workers"}
 """Arguments of `fit` that no task has a default for."""
-NOT_TYPED = {"drop_remainder"}
-"""Options that the command line doesn't have: they belong to the task's data."""
 
 
 def test_the_arguments_of_fit_are_the_options():
@@ -24,9 +23,17 @@ def test_the_arguments_of_fit_are_the_options():
 
 def test_the_command_line_has_the_options():
     parameters = {name.rstrip("_"): parameter for name, parameter in inspect.signature(cli.train).parameters.items()}
-    assert DEFAULTS.keys() - parameters.keys() == NOT_TYPED
-    for name in DEFAULTS.keys() & parameters.keys():
+    assert DEFAULTS.keys() <= parameters.keys()
+    for name in DEFAULTS:
         assert parameters[name].default is None, name
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_what_decides_about_examples_is_handed_to_workers_either_way(value):
+    """The task's own default may be the other one."""
+    prefix = "--" if value else "--no-"
+    given = {"shuffle": value, "drop_remainder": value}
+    assert _typed_options(given) == [f"{prefix}shuffle", f"{prefix}drop-remainder"]
 
 
 def test_each_option_is_there_once_and_its_default_is_valid():

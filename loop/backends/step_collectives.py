@@ -44,11 +44,12 @@ class StepCollectives(HostCollectives):
 
     def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Within `run`: of each flat tensor [n], the values of all replicas [replicas, n]. Small tensors are fused."""
-        # Each replica adds its values in its own row, and zeros in the others. The sum has all rows without rounding.
+        # Each replica adds its values in its own row, and zeros in the others. The sum has all rows without rounding;
+        # zeros are negative, because -0.0 + 0.0 is 0.0.
         replicas = tf.range(self.replicas, dtype=tf.int64)
         is_own_row = tf.equal(replicas, tf.cast(self.replica(), tf.int64))[:, None]
         # `where`, not a product: zero times infinity or NaN would be NaN in the rows of the other replicas.
-        tables = [tf.where(is_own_row, tensor, tf.zeros_like(tensor)) for tensor in tensors]
+        tables = [tf.where(is_own_row, tensor, -tf.zeros_like(tensor)) for tensor in tensors]
         return self.all_reduce(tables)
 
     def gather_rows(self, rows: tf.Tensor) -> tf.Tensor:

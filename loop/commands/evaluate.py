@@ -11,12 +11,12 @@ from loop.checkpoint.array_files import Json
 from loop.errors import UsageError
 from loop.model.variables import all_variables
 from loop.run import run_directory
-from loop.run.result import read_weights
+from loop.run.result import check_is_path, read_weights
 from loop.run.session import Session, index_of, options_and_backend
 from loop.run.state import assign, numbered
 from loop.step import approximations
 from loop.step.evaluation import Evaluation
-from loop.task import TrainTask
+from loop.task import TrainTask, check_is_task
 
 
 def evaluate(
@@ -43,6 +43,8 @@ def evaluate(
     Raises:
         UsageError: the task has no evaluation data, or the checkpoint is not of this model.
     """
+    check_is_task(task, "evaluate")
+    check_is_path(path, "evaluate")
     evaluator = Evaluator(task, {"batch_size": batch_size, "backend": backend, "precision": precision})
     with contextlib.closing(evaluator):
         return evaluator.metrics(Path(path))

@@ -27,7 +27,7 @@ from loop.errors import TrainingError, UsageError, message_of
 from loop.model.precision import keras_precision
 from loop.model.variables import all_variables
 from loop.run import run_directory
-from loop.run.result import read_weights
+from loop.run.result import check_is_path, read_weights
 from loop.run.serving import Served, plain_outputs, served_by
 from loop.run.session import Session, index_of, options_and_backend
 from loop.run.state import assign, numbered
@@ -35,7 +35,7 @@ from loop.step import approximations
 from loop.step.prediction import Prediction
 from loop.step.tracing import as_written
 from loop.target.fields import plain
-from loop.task import TrainTask, hyperparameters
+from loop.task import TrainTask, check_is_task, hyperparameters
 
 _FORMAT = 1  # of the parts on disk: those of another format belong to another prediction
 
@@ -71,6 +71,9 @@ def predict(
         UsageError: the data can't be predicted on, or `out` can't be written.
     """
     # What can be refused without a model is refused before one is made.
+    check_is_task(task, "predict")
+    if not hasattr(run_or_model, "variables"):  # else a model, of whatever family
+        check_is_path(run_or_model, "predict", ", or a model")
     path = None if out is None else Path(out)
     if path is not None:
         check_out(path)

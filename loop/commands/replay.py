@@ -137,12 +137,13 @@ def _options(task: TrainTask, manifest: JsonObject) -> Options:
 
 def locate(path: Path) -> tuple[Path, JsonObject]:
     """The directory of the kept step at `path`, and its manifest; for a run directory, its newest kept step."""
+    given = path
     if (path / "bad").is_dir():
         path = max(checkpoint_files.complete(path / "bad"), default=path)
     path, manifest = run_directory.locate(path)
     if "bad" not in manifest:
         raise UsageError(
-            f"{path} is a checkpoint: give what was kept of a step that wasn't finite (RUN_DIR/bad/step-...)"
+            f"{given}: no step that wasn't finite was kept there: give a run that has one, or RUN_DIR/bad/step-..."
         )
     return path, manifest
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import callbacks
 from callbacks.nearest import nearest
@@ -70,11 +71,25 @@ def _made(text: str) -> callbacks.Callback:
         raise UsageError(f"--callback {name}: it {_REFUSED[name]}: return it from the task's build_callbacks()")
     if name not in names():
         raise UsageError(f"--callback {name}: tfloop has no callback of this name{nearest(name, names())}")
+    kind = getattr(callbacks, name)
     try:
-        callback: callbacks.Callback = getattr(callbacks, name)(*positional, **named)
+        inspect.signature(kind).bind(*positional, **named)
+    except TypeError as error:
+        raise UsageError(f"--callback {text}: {error}: give {name}({_arguments(kind)})") from None
+    try:
+        callback: callbacks.Callback = kind(*positional, **named)
     except (TypeError, ValueError) as error:
         raise UsageError(f"--callback {text}: {error}") from None
     return callback
+
+
+def _arguments(kind: Callable[..., object]) -> str:
+    """What a callback takes, as it is typed: `metric, patience=2`."""
+    shown = []
+    for name, parameter in inspect.signature(kind).parameters.items():
+        has_default = parameter.default is not parameter.empty
+        shown.append(f"{name}={parameter.default!r}" if has_default else name)
+    return ", ".join(shown)
 
 
 def _parsed(text: str) -> tuple[str, list[object], dict[str, object]]:

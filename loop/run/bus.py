@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from callbacks import EVENTS, Callback, Checkpoint, LambdaCallback, Profiler, Schedule, complete
+from callbacks import EVENTS, Callback, Checkpoint, EvaluateBeside, LambdaCallback, Profiler, Schedule, complete
 from callbacks.nearest import nearest
 from callbacks.run_record.redaction import tell
 from loop.data import Data
@@ -58,16 +58,17 @@ class Bus:
         run: the run.
 
     Raises:
-        UsageError: an object is no callback, or two share a key.
+        UsageError: an object is no callback, or has a wrong `runs_on`; or two share a key.
     """
 
     def __init__(self, callbacks: list[Callback], run: Run) -> None:
         self._run = run
         self._all = callbacks  # also those that are called on the chief alone
         for key, callback in _by_key(callbacks).items():
-            _check_class(callback, run.backend.is_chief)
             if callback.runs_on == "all" or run.backend.is_chief:
                 run.callbacks[key] = callback
+            if run.backend.is_chief:
+                _warn_of_no_hooks(callback)
         self._hooks: dict[str, list[Callback]] = {event: [] for event in EVENTS}
         for callback in run.callbacks.values():
             for event, hooked in self._hooks.items():
@@ -103,10 +104,13 @@ class Bus:
                 "first: callbacks.StandardSet([...])"
             )
         if metric.startswith("eval_") and not any(name.startswith("eval_") for name in known):
-            raise UsageError(
-                f"{what}: this run makes no evaluation: define eval_data(), and leave eval_every='never' out; "
-                f"or watch {known[0]!r}"
+            is_beside = any(isinstance(callback, EvaluateBeside) for callback in self._run.callbacks.values())
+            reason = (
+                "EvaluateBeside (--eval-beside) evaluates in another process, and no callback sees that: leave it out"
+                if is_beside
+                else "this run makes no evaluation: define eval_data(), and leave eval_every='never' out"
             )
+            raise UsageError(f"{what}: {reason}; or watch {known[0]!r}")
         raise UsageError(f"{what}: this run has no such metric{nearest(metric, known)}")
 
     def _adding(self, metric: str) -> list[Callback]:
@@ -198,18 +202,6 @@ class Bus:
             return getattr(callback, f"on_{event}")(run, *args)
 
 
-def _check_class(callback: Callback, is_chief: bool) -> None:
-    """Refuses ranks that there aren't, and warns of hooks of events that there aren't."""
-    kind = type(callback).__name__
-    if callback.runs_on not in ("chief", "all"):
-        raise UsageError(f"{kind}: runs_on={callback.runs_on!r}: give chief or all")
-    for name in dir(type(callback)):
-        event = name.removeprefix("on_")
-        # No error: it may be a method of the user's that has nothing to do with the loop.
-        if is_chief and event != name and event not in EVENTS:
-            tell(f"warning: {kind}.{name} is never called: there is no such event{nearest(event, EVENTS)}")
-
-
 def _as_numbers(hook: str, metrics: dict[str, float]) -> None:
     """Makes plain floats of the metrics that a hook has set: of NumPy's numbers and tensors, for example."""
     for name, value in list(metrics.items()):
@@ -229,6 +221,8 @@ def _by_key(callbacks: list[Callback]) -> dict[str, Callback]:
                 f"callbacks has {callback!r} of type {type(callback).__name__}: give Callback objects; those of Keras "
                 "within callbacks.FromKeras(...)"
             )
+        if callback.runs_on not in ("chief", "all"):
+            raise UsageError(f"{type(callback).__name__}: runs_on={callback.runs_on!r}: give chief or all")
     names = [callback.key or type(callback).__name__ for callback in callbacks]
     by_key: dict[str, Callback] = {}
     for index, (name, callback) in enumerate(zip(names, callbacks, strict=True)):
@@ -238,6 +232,18 @@ def _by_key(callbacks: list[Callback]) -> dict[str, Callback]:
         nth = names[: index + 1].count(name)
         by_key[name if nth == 1 else f"{name}-{nth}"] = callback
     return by_key
+
+
+def _warn_of_no_hooks(callback: Callback) -> None:
+    """Warns of methods that are named as hooks, such as those of Keras's callbacks, and would silently do nothing."""
+    hooks = [f"on_{event}" for event in EVENTS]
+    others = [name for name in dir(type(callback)) if name.startswith("on_") and name not in hooks]
+    if others:
+        # All hooks, not the nearest one: that of `on_epoch_begin` would be `on_epoch_end`.
+        tell(
+            f"warning: the loop calls no {', '.join(others)} of {type(callback).__name__}; the hooks of a callback are "
+            f"{', '.join(hooks)}"
+        )
 
 
 def _overrides(callback: Callback, hook: str) -> bool:

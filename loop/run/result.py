@@ -14,6 +14,7 @@ from callbacks.run_record.redaction import tell
 from loop.backends.host_collectives import fingerprint
 from loop.checkpoint import checkpoint_files
 from loop.checkpoint.array_files import Json
+from loop.errors import UsageError
 from loop.model.variables import model_variables
 from loop.run.run import Run
 from loop.run.run_directory import locate_weights
@@ -121,6 +122,24 @@ def _evaluated_best(run: Run) -> history.Row:
             with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError, OverflowError):  # malformed
                 found = history.as_numbers(entry["metrics"])
     return found | {run.best["metric"]: run.best["value"]}
+
+
+def check_is_path(path: object, call: str, others: str = "") -> None:
+    """Refuses what is no path of a run, such as the result of `fit` itself.
+
+    Args:
+        path: what was given.
+        call: the function that it was given to, for the message.
+        others: what else that function takes, for the message.
+
+    Raises:
+        UsageError: it is no path.
+    """
+    if not isinstance(path, str | Path):
+        raise UsageError(
+            f"{call}(task, {type(path).__name__}): give the path of a run directory or of a checkpoint, such as "
+            f"result.run_dir{others}"
+        )
 
 
 def read_weights(path: Path) -> tuple[Arrays, Json]:

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from callbacks import files
+from loop.checkpoint.store import address
 from loop.errors import UsageError
 
 MOST = 2000
@@ -80,14 +81,15 @@ def known_target(run_dir: Path, recorded: object, task_target: str | None, trust
         UsageError: it isn't known.
     """
     target = task_target or (recorded if trusted else target_of(run_dir))
+    shown = address.url_of_copy(run_dir) or run_dir  # the user knows the URL, and not the copy
     if not target:
-        raise UsageError(f"{run_dir}: {_unknown(recorded)}")
+        raise UsageError(f"{shown}: {_unknown(recorded)}")
     if not isinstance(target, str):
-        raise UsageError(f"{run_dir}: it names the task {target!r:.99}: give it as --target file.py:Class")
+        raise UsageError(f"{shown}: it names the task {target!r:.99}: give it as --target file.py:Class")
     file = target.partition(":")[0]
     if not task_target and file.endswith(".py") and not Path(file).is_file():
         raise UsageError(
-            f"{run_dir}: the file of its task, {file!r:.200}, isn't there any more: give the task where it is now, as "
+            f"{shown}: the file of its task, {file!r:.200}, isn't there any more: give the task where it is now, as "
             "--target file.py:Class"
         )
     return target
@@ -99,7 +101,7 @@ def _unknown(recorded_target: object) -> str:
         return "it doesn't say in which file its task is: give it as --target file.py:Class"
     return (
         f"you haven't trained there on this machine, and the code that it names ({str(recorded_target)!r:.200}) isn't "
-        "run unasked: give the task as --target file.py:Class, or --trust if that directory is yours"
+        "run unasked: give the task as --target file.py:Class, or --trust if that run is yours"
     )
 
 

@@ -33,8 +33,6 @@ from loop.target.fields import set_fields
 from loop.target.fields import typed as typed_field
 from loop.task import Model, TrainTask, hyperparameters, target_of
 
-UNTYPED = ("drop_remainder",)
-"""Options of `fit` that `tfloop train` doesn't have."""
 SOURCE = "notebook_task.py"
 """The file in the run directory with the cells of a notebook that the task needs."""
 _ERROR = "tfloop: error: "
@@ -107,8 +105,6 @@ def _typed_options(given: Mapping[str, object]) -> list[str]:
         flag = f"--{name.replace('_', '-')}"
         if value is None:
             continue
-        if name in UNTYPED:
-            raise UsageError(f"fit(workers=...) with {name}={value!r}: put it into the task's defaults instead")
         if isinstance(value, bool):
             typed += _typed_flag(name, flag, value)
             continue
@@ -123,8 +119,9 @@ def _typed_options(given: Mapping[str, object]) -> list[str]:
 def _typed_flag(name: str, flag: str, value: bool) -> list[str]:
     if value:
         return [flag]
-    # Only options that are on by default can be typed as off.
-    return [f"--no-{flag.removeprefix('--')}"] if DEFAULTS[name] else []
+    # Only options that are on by default can be typed as off; and this one, which decides about examples.
+    has_off = DEFAULTS[name] or name == "drop_remainder"
+    return [f"--no-{flag.removeprefix('--')}"] if has_off else []
 
 
 def _typed_fields(task: TrainTask) -> list[str]:

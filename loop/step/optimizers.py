@@ -126,6 +126,8 @@ def _check_optimizer(optimizer: Optimizer, model: Model, which: str) -> None:
         name = optimizer.__name__
         raise UsageError(f"build_optimizer() returned the class {name}{which}: return an object of it, as {name}(...)")
     what = f"build_optimizer() returned {type(optimizer).__name__}{which}"
+    if ".legacy." in type(optimizer).__module__:  # the optimizers of TensorFlow before 2.11
+        raise UsageError(f"{what}, of optimizers.legacy: return tf_keras.optimizers.{type(optimizer).__name__}(...)")
     # By its methods, not its class: tf_keras, which may not be installed, has another base class.
     if not hasattr(optimizer, "build") or not hasattr(optimizer, "learning_rate"):
         raise UsageError(f"{what}: return a Keras optimizer of the model's family, or a dict of them")

@@ -345,6 +345,8 @@ def _described(hint: Hint) -> str:
         return " or ".join(map(_described, kinds))
     if hint is type(None):
         return "None"
+    if hint is bool:
+        return "bool (true or false)"
     if hint is ...:  # the second argument of `tuple[int, ...]`
         return "..."
     if _origin(hint) is typing.Literal:

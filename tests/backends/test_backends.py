@@ -307,6 +307,16 @@ def test_a_plugin_conforms_and_is_exact(installed, monkeypatch):
     assert off_by_hand("onedevice", "clip", "float64") <= 1e-12
 
 
+def test_what_a_plugin_gathers_by_its_sum_has_all_bits():
+    values = np.array([[-0.0, 0.0, np.inf], [-1.5, -0.0, -0.0]], "float32")
+    tables = []
+    for rank, own in enumerate(values):
+        backend = Backend()
+        backend.rank, backend.workers = rank, 2
+        tables += backend.all_gather([tf.constant(own)])  # what each adds: the sum of one alone is its own
+    assert (tables[0] + tables[1]).numpy().tobytes() == values.tobytes()
+
+
 def test_a_plugin_that_is_asked_for_must_be_there_and_whole(installed, quiet):
     with pytest.raises(UsageError, match="backend='onedevice': set ONEDEVICE to the device"):
         fit(Plain(), backend="onedevice", callbacks=quiet())

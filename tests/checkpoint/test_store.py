@@ -1,6 +1,7 @@
 """Runs in object storage: the lease, the mirror, and what is brought back, against a server and its failures."""
 
 import contextlib
+import re
 import shutil
 from urllib.parse import quote
 
@@ -16,6 +17,7 @@ from loop.checkpoint.store.bucket import Bucket, DamagedError, StoreError
 from loop.checkpoint.store.lease import believed
 from loop.commands.evaluate import evaluate
 from loop.errors import UsageError
+from loop.run import trust
 from tests.callback.test_tracking import Server
 from tests.checkpoint.stored_runs import Process, is_tidy, other_machine, steps_in, until, write
 from tests.conftest import tfloop
@@ -326,9 +328,15 @@ def test_a_url_has_the_names_of_its_path_escaped(name, tmp_path, monkeypatch, co
     assert (tmp_path / "disk" / name / name / "state").is_dir()
     folder = url.rpartition("/")[0]
     assert address.url_of_copy(copies.copies_below(folder) / name) == url
+    for words in (["runs", "diff", typed, typed], ["tail", typed]):  # they show no checkpoints, and bring none
+        assert command(*words)[0] == 0
+        assert not (address.directory_of(url, address.COPIES) / "checkpoints").exists()
     code, out, _ = command("runs", "show", typed)
     assert code == 0
     assert name in out
+    assert "step-00000001" in out
+    with pytest.raises(UsageError, match=re.escape(f"{url}: you haven't trained there")):
+        trust.known_target(address.directory_of(url, address.COPIES), "task.py:Mine", None)
 
 
 def test_who_only_looks_leaves_no_directory_at_a_url(tmp_path, command):

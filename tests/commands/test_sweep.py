@@ -289,6 +289,10 @@ def test_a_sweep_goes_on_by_its_directory(command, trial):
     code, _, err = command("sweep", ".")
     assert code == 2
     assert "is no directory of a sweep" in err
+    for words in (["evaluate"], ["rerun"], ["export", "weights.npz"]):  # what a run has, and a sweep hasn't
+        code, _, err = command(words[0], directory, *words[1:])
+        assert code == 2
+        assert re.fullmatch(r"tfloop: error: \S+ is a sweep: give a trial of it, such as \S+/trial-00\d\n", err), err
     (directory / "study.db").write_text("no database")
     code, _, err = command("sweep", directory)
     assert code == 2

@@ -119,6 +119,7 @@ def rerun(
     from loop.run.trust import known_target
 
     path = runs.locate(root or runs.ROOT, run)
+    runs.refuse_sweep(path)
     record = read(path)
     about = read_about(path)
     options = rerun_.arguments(record, train_options(), about.get("changed"))

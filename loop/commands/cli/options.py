@@ -210,6 +210,14 @@ Resume = Annotated[str | None, Option(help="auto, never, or the path of a checkp
 Shuffle = Annotated[
     bool | None, Option("--shuffle/--no-shuffle", help="Permute the data each epoch.", rich_help_panel=help_.LENGTH)
 ]
+DropRemainder = Annotated[
+    bool | None,
+    Option(
+        "--drop-remainder/--no-drop-remainder",
+        help="Leave out an epoch's last batch if it is short.",
+        rich_help_panel=help_.LENGTH,
+    ),
+]
 Precision = Annotated[
     str | None, Option(help="float32, float64, bfloat16 or mixed_float16.", rich_help_panel=help_.NUMBERS)
 ]
@@ -343,8 +351,8 @@ Callback = Annotated[
     ),
 ]
 
-# Of evaluate.
-EvaluateBackend = Annotated[str | None, Option(help="single, mirrored or central; in a job: auto.")]
+# Of evaluate, and of predict.
+UseBackend = Annotated[str | None, Option(help="auto, single, mirrored, central, multiworker or horovod.")]
 EvaluateBatchSize = Annotated[int | None, Option(help="The global batch.")]
 
 # Of predict.
@@ -359,7 +367,6 @@ PredictOut = Annotated[
     Path,
     Option(parser=written_file, metavar="FILE", help="What is written: OUT.parquet, OUT.npy, OUT.npz or OUT.jsonl."),
 ]
-PredictBackend = Annotated[str | None, Option(help="auto, single, mirrored, central, multiworker or horovod.")]
 PredictWorkers = Annotated[int | None, Option("--workers", help="Processes on this machine.")]
 PredictBatchSize = Annotated[int | None, Option("--batch-size", help="Examples in a block, computed at once.")]
 PredictThreads = Annotated[

@@ -47,7 +47,7 @@ def list_runs(
 def show_run(
     context: typer.Context,
     run: typed.Name,
-    metric: listing.Metric = None,
+    metric: listing.Drawn = None,
     as_json: typed.AsJson = False,
     root: typed.Root = None,
 ) -> None:
@@ -65,7 +65,7 @@ def compare_runs(
 ) -> None:
     """Show what runs differ in, and their curves in one plot."""
     folder = root or context.obj or runs.ROOT
-    records = [read(runs.locate(folder, name)) for name in names]
+    records = [read(runs.locate(folder, name, checkpoints=False)) for name in names]
     terminal.write(runs.compare(records, metric))
 
 
@@ -73,8 +73,8 @@ def compare_runs(
 def diff_runs(context: typer.Context, first: typed.Name, second: typed.Name, root: typed.Root = None) -> None:
     """Show what two runs differ in: settings, versions, data, commit, and the lines of their code."""
     folder = root or context.obj or runs.ROOT
-    one = read(runs.locate(folder, first))
-    other = read(runs.locate(folder, second))
+    one = read(runs.locate(folder, first, checkpoints=False))
+    other = read(runs.locate(folder, second, checkpoints=False))
     terminal.write(runs.diff(one, other))
 
 
@@ -121,7 +121,7 @@ def tail(
 ) -> None:
     """Follow a run: a line for each event, until it ends."""
     try:
-        for line in runs.tail(runs.locate(root or runs.ROOT, run), count, follow):
+        for line in runs.tail(runs.locate(root or runs.ROOT, run, checkpoints=False), count, follow):
             terminal.write([line])
     except KeyboardInterrupt:  # the usual end of watching, not an error
         tell("the run goes on without being watched")

@@ -11,7 +11,8 @@ from loop.commands import completion
 from loop.commands.cli.options import written_file
 
 # Of runs, and of the commands in its group.
-Metric = Annotated[str | None, Option(help="The metric to show; the loss if not given.")]
+Metric = Annotated[str | None, Option(help="The metric to show; if not given: eval_loss, or loss without evaluation.")]
+Drawn = Annotated[str | None, Option(help="The metric to draw; if not given, the first two.")]
 Filter = Annotated[
     list[str] | None,
     Option("--filter", metavar="CONDITION", help="status=finished, eval_loss<0.3, hidden>=64, ...; repeatable."),

@@ -80,6 +80,7 @@ class TrainArguments(types.SimpleNamespace):
     resume: typed.Resume = None
     seed: typed.Seed = None
     shuffle: typed.Shuffle = None
+    drop_remainder: typed.DropRemainder = None
     precision: typed.Precision = None
     accumulate: typed.Accumulate = None
     compression: typed.Compression = None
@@ -159,8 +160,8 @@ def evaluate(
     run: typed.RunDir,
     task_target: typed.TaskTarget = None,
     trust: typed.Trust = False,
-    backend: typed.EvaluateBackend = None,
-    workers: typed.Replicas = None,
+    backend: typed.UseBackend = None,
+    workers: typed.Workers = None,
     batch_size: typed.EvaluateBatchSize = None,
     as_json: typed.AsJson = False,
 ) -> None:
@@ -193,7 +194,7 @@ def predict(
     out: typed.PredictOut = Path("predictions.parquet"),
     task_target: typed.TaskTarget = None,
     trust: typed.Trust = False,
-    backend: typed.PredictBackend = None,
+    backend: typed.UseBackend = None,
     workers: typed.PredictWorkers = None,
     batch_size: typed.PredictBatchSize = None,
     threads: typed.PredictThreads = None,

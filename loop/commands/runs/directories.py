@@ -7,7 +7,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from callbacks.run_record.record import begun, is_run, printable
+from callbacks.run_record.record import begun, is_run, printable, read_about
+from callbacks.run_record.values import as_dict
 from loop.checkpoint.store import address
 from loop.errors import UsageError
 from loop.run import trust
@@ -32,14 +33,19 @@ def find(root: Path) -> list[Path]:
         raise UsageError(f"--root {printable(str(root))}: can't be read ({error.strerror})") from None
 
 
-def locate(root: Path, text: str) -> Path:
-    """The run directory for a text: a name in `root`, the beginning of a name, a path, or `latest`.
+def locate(root: Path, text: str, checkpoints: bool = True) -> Path:
+    """The run directory for a text: a name in `root`, the beginning of a name, a path, a URL, or `latest`.
+
+    Args:
+        root: where runs are looked for.
+        text: what was typed.
+        checkpoints: whether those of a run at a URL are wanted, too.
 
     Raises:
         UsageError: there is none, or more than one.
     """
     if address.is_url(text):
-        return copied(text)
+        return copied(text, checkpoints)
     if not text:
         raise UsageError("the name of a run is empty: give one, or latest")
     # A whole name wins over the beginning of another one.
@@ -92,8 +98,12 @@ def _by_prefix(root: Path, paths: Mapping[str, Path], prefix: str) -> Path:
     raise UsageError(f"{printable(prefix)}: no run of that name in {printable(str(root))}; {hint}")
 
 
-def copied(url: str) -> Path:
+def copied(url: str, checkpoints: bool = True) -> Path:
     """A copy of the run at a URL, as the store has it now. If this user has trained it, its task is trusted here, too.
+
+    Args:
+        url: of the run.
+        checkpoints: whether they are wanted, too.
 
     Raises:
         UsageError: there is no run.
@@ -102,7 +112,7 @@ def copied(url: str) -> Path:
     from loop.checkpoint.store import copies
 
     url = address.read_url(url)
-    path = copies.copy(url)
+    path = copies.copy(url, checkpoints)
     # Trust is by the directory: a run that this user has trained into the store may be run from its copy, too.
     if target := trust.target_of(address.directory_of(url, address.SPOOLS)):
         trust.note(path, target)
@@ -150,7 +160,22 @@ def checkpointed(path: Path, option: str = "") -> Path:
     from loop.checkpoint.checkpoint_files import MANIFEST, complete  # which loads NumPy
 
     if not os.path.lexists(path / MANIFEST) and not complete(path / "checkpoints"):
+        refuse_sweep(path, option)
         raise UsageError(
             f"{option}{printable(str(path))}: no checkpoint there: give a run directory or a directory step-<8 digits>"
         )
     return path
+
+
+def refuse_sweep(path: Path, option: str = "") -> None:
+    """Refuses the directory of a sweep, which has no weights of its own, but its trials have.
+
+    Raises:
+        UsageError: it is one; the message names the best trial, if there is one yet.
+    """
+    about = read_about(path)
+    if "sweep" in about:
+        trial = path / str(as_dict(about.get("best")).get("trial", "trial-000"))
+        raise UsageError(
+            f"{option}{printable(str(path))} is a sweep: give a trial of it, such as {printable(str(trial))}"
+        )
