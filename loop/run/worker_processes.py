@@ -14,9 +14,11 @@ from typing import Any
 
 from callbacks import Callback, MLflowTracker, StandardSet, standard
 from callbacks.files import launch_path, write_text
+from callbacks.run_record import history
 from callbacks.run_record.redaction import tell
 from loop.backends.base import Backend
 from loop.checkpoint.array_files import Json
+from loop.checkpoint.store import address
 from loop.errors import BAD_INPUT, PREEMPTED, TrainingError, UsageError
 from loop.launch.environment import job_size
 from loop.launch.process import WorkerProcess, printed_lines, start_worker, worker_command
@@ -28,6 +30,7 @@ from loop.run.session import Session, index_of
 from loop.run.state import assign, numbered
 from loop.step import approximations
 from loop.target import cells
+from loop.target.fields import plain, set_fields
 from loop.target.fields import typed as typed_field
 from loop.task import Model, TrainTask, hyperparameters, target_of
 
@@ -68,22 +71,34 @@ def fit_in_workers(
         )
     # All that can be refused is refused here, before processes are started, which takes seconds.
     options = with_defaults(task, {**given, "backend": _backend(given["backend"])})
-    arguments = [*_typed_options(given), *_typed_fields(task), *_tracking(callbacks)]
-    directory = launch_path(run_dir or new_name(type(task).__name__)).resolve()
+    arguments = [*_typed_options(task, given), *_typed_fields(task), *_tracking(callbacks)]
+    where: str | Path
+    if run_dir is not None and address.is_url(run_dir):
+        where = address.read_url(str(run_dir))
+        folder = address.place(where, address.SPOOLS)  # beside its directory here, which must begin with the lease
+    else:
+        where = folder = launch_path(run_dir or new_name(type(task).__name__)).resolve()
     target = target_of(task)
     if target is None:
         source = cells.source_of(type(task))
-        directory.mkdir(parents=True, exist_ok=True)
-        write_text(directory / SOURCE, source)
-        target = f"{directory / SOURCE}:{type(task).__name__}"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / SOURCE, source)
+        target = f"{folder / SOURCE}:{type(task).__name__}"
 
-    printed = _train([target, *arguments, f"--workers={workers}", f"--run-dir={directory}"])
-    model = _model(task, options, directory)
+    printed = _train([target, *arguments, f"--workers={workers}", f"--run-dir={where}"])
+    return _result(printed, _model(task, options, Path(printed["run_dir"])))
+
+
+def _result(printed: Json, model: Model) -> FitResult:
+    """The result, from what the command has printed."""
     values: Json = {}
     for field in dataclasses.fields(FitResult):  # the command prints more, and not the model
         if field.name in printed:
             values[field.name] = printed[field.name]
-    values |= {"run_dir": directory, "model": model}
+    # nan and infinities are texts in JSON.
+    values["metrics"] = history.as_numbers(printed["metrics"])
+    values["history"] = list(map(history.as_numbers, printed["history"]))
+    values |= {"run_dir": Path(printed["run_dir"]), "model": model}
     return FitResult(**values)
 
 
@@ -93,14 +108,19 @@ def _backend(backend: object) -> str | None:
     return backend
 
 
-def _typed_options(given: Mapping[str, object]) -> list[str]:
-    """The options of `fit` as they are typed."""
+def _typed_options(task: TrainTask, given: Mapping[str, object]) -> list[str]:
+    """The options of `fit` as they are typed.
+
+    Raises:
+        UsageError: one can't be typed.
+    """
     typed = []
     for name, value in given.items():
         flag = f"--{name.replace('_', '-')}"
         if value is None:
             continue
-        if name in UNTYPED:
+        # Options that are off by default can't be typed as off.
+        if name in UNTYPED or (value is False and not DEFAULTS[name] and task.defaults.get(name)):
             raise UsageError(f"fit(workers=...) with {name}={value!r}: put it into the task's defaults instead")
         if isinstance(value, bool):
             typed += _typed_flag(name, flag, value)
@@ -116,7 +136,6 @@ def _typed_options(given: Mapping[str, object]) -> list[str]:
 def _typed_flag(name: str, flag: str, value: bool) -> list[str]:
     if value:
         return [flag]
-    # Only options that are on by default can be typed as off.
     return [f"--no-{flag.removeprefix('--')}"] if DEFAULTS[name] else []
 
 
@@ -138,7 +157,14 @@ def _typed_fields(task: TrainTask) -> list[str]:
                 f"fit(workers=...): the field {name} of {type(task).__name__} is {type(value).__name__}, which can't "
                 "be handed to other processes: make it in a method, of fields that are numbers or texts"
             )
-        typed.append(f"--set={name}={typed_field(value)}")
+        text = f"{name}={typed_field(value)}"
+        read = set_fields(type(task), [text], "fit(workers=...)")[name]
+        if plain(read) != plain(value):  # such as the text "none" of a field of type `str | None`
+            raise UsageError(
+                f"fit(workers=...): the field {name} of {type(task).__name__} is {value!r}, and other processes would "
+                f"take what is typed for it, {text}, for {read!r}: give another value"
+            )
+        typed.append(f"--set={text}")
     return typed
 
 
