@@ -11,6 +11,7 @@ import numpy as np
 from callbacks.run_record import history
 from callbacks.run_record.journal import jsonable
 from loop.checkpoint.array_files import Json
+from loop.data import evaluation_sets
 from loop.errors import TrainingError, UsageError
 from loop.options import Options
 from loop.run.progress import Progress
@@ -63,10 +64,18 @@ class EpochMetrics:
         """
         if not sets:
             self.eval_metrics = {}
-        others = tuple(f"eval_{name}_" for name in self.evaluated_at if name and name not in sets)
+        known = set(sets)
+        for name, step in self.evaluated_at.items():
+            if step >= 0:  # a checkpoint has -1 for a single set that there isn't
+                known.add(name)
+        # Longer names first: of `val` and `val_hard`; and last the single set "", whose prefix all metrics have.
+        by_length = sorted(known, key=len, reverse=True)
         for name in list(self.eval_metrics):
-            if name.startswith(others):
+            owners = [known_set for known_set in by_length if name.startswith(evaluation_sets.prefix(known_set))]
+            if owners and owners[0] not in sets:
                 del self.eval_metrics[name]
+        if sets and "" not in sets:
+            self.evaluated_at.pop("", None)
 
     def stored_evaluations(self) -> Json:
         """What the manifest of a checkpoint has of the evaluations; `restore` takes it."""
