@@ -30,5 +30,4 @@ class EMA(Callback):
     def on_setup(self, run: Run) -> None:
         if run.options["ema"] not in (None, self.decay):
             raise ValueError(f"EMA(decay={self.decay}), but fit has ema={run.options['ema']}: give one of the two")
-        # Set before the step is compiled, and also in `info`, which has a copy of the options by now.
-        run.options["ema"] = run.info["options"]["ema"] = self.decay
+        run.options["ema"] = self.decay

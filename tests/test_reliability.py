@@ -440,6 +440,43 @@ def test_accepted_learning_rate_takes_effect(quiet):
     assert rates == [pytest.approx(0.5)]
 
 
+def test_accepted_changes_within_the_evaluation_of_an_epoch(quiet):
+    """The epoch has no steps left: its row is that of its steps, and the short batch at its end isn't a whole one."""
+
+    class Signal(Callback):
+        every = "epoch"
+
+        def on_steps_end(self, run, metrics):
+            run.stops.signalled = True
+            self.loss = metrics["loss"]
+
+    signal = Signal()
+    options = {"epochs": 2, "run_dir": "run", "eval_every": "epoch"}
+    first = fit(Plain(), batch_size=60, **options, callbacks=[*quiet(checkpoint=Checkpoint()), signal])
+    assert (first.status, first.steps, first.history) == ("preempted", 2, [])
+    result = fit(Plain(), batch_size=10, **options, accept_changes=True, callbacks=quiet())
+    assert (result.steps, result.examples) == (2 + 11, 202)
+    assert result.history[0]["loss"] == signal.loss
+
+
+@pytest.mark.parametrize("values", [["other"], ["first", "more"]])
+def test_means_of_other_values_are_those_of_the_steps_since(quiet, values):
+    class Valued(Plain):
+        values = ("first",)
+
+        def compute(self, model, batch, training):
+            result = super().compute(model, batch, training)
+            return result | {name: tf.zeros_like(result["loss"]) + len(name) for name in self.values}
+
+    task = Valued()
+    stop = At(2, lambda run: run.stop("enough"))
+    options = {"epochs": 1, "batch_size": 20, "run_dir": "run", "eval_every": "never"}
+    fit(task, **options, callbacks=[*quiet(checkpoint=Checkpoint()), stop])
+    task.values = values
+    row = fit(task, **options, callbacks=quiet()).history[0]
+    assert {name: row[name] for name in values} == {name: len(name) for name in values}
+
+
 def test_other_versions_and_places_are_told(quiet, capfd):
     fit(Plain(), epochs=1, callbacks=quiet(), run_dir="run")
     path, manifest = run_directory.locate(run_directory.Path("run"))

@@ -128,6 +128,7 @@ _RULES: dict[str, dict[str, tuple[Test, str]]] = {
     "": {
         "step": _COUNT,
         "epoch_totals?": (_all(_is_number), "a list of numbers"),
+        "epoch_metrics?": (_all(_is(str)), "a list of names"),
         "eval_metrics?": (_by_name(_is_number), "numbers by name"),
         "history?": (_all(_by_name(_is_number)), "a list of numbers by name"),
         "evaluated_at?": (lambda value: type(value) is int and -1 <= value < _LARGEST, "a step"),

@@ -146,10 +146,15 @@ class CallbackView:
         """Where the time of this process went, from its first call on to the end of the last one, by part."""
         return dict(self.stopwatch.seconds)
 
-    # Once for each attempt: it looks up the versions of packages, and counts the parameters.
-    @functools.cached_property
+    @property
     def info(self) -> Json:
         """The task, its options, the model's size, the backend, versions and machine, as JSON values."""
+        # Before there is a step, options may still change: by callbacks in `on_setup`, and `compile="auto"`.
+        return self._final_info if self.session.has_step else status.describe(self._run)
+
+    # Once for each attempt: it looks up the versions of packages, and counts the parameters.
+    @functools.cached_property
+    def _final_info(self) -> Json:
         return status.describe(self._run)
 
     def _repr_html_(self) -> str:

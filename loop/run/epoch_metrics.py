@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -10,12 +11,13 @@ import numpy as np
 from callbacks.run_record import history
 from callbacks.run_record.journal import jsonable
 from loop.checkpoint.array_files import Json
+from loop.data import evaluation_sets
 from loop.errors import TrainingError, UsageError
 from loop.options import Options
 from loop.run.progress import Progress
 from loop.step.evaluation import Evaluation
 from loop.step.loss_scale import SMALLEST
-from loop.step.totals import SKIPPED, WEIGHT
+from loop.step.totals import EXAMPLES, SKIPPED, WEIGHT
 from loop.step.train_step import TrainStep
 
 
@@ -42,6 +44,7 @@ class EpochMetrics:
         self.eval_metrics: dict[str, float] = {}
         self.history: list[history.Row] = []
         self.gauges: dict[str, Callable[[], float]] = {}
+        self._replaced = False  # whether the next step takes the place of `totals`
 
     def restore(self, stored: Json) -> None:
         """Takes all of it from the manifest of a checkpoint."""
@@ -61,10 +64,18 @@ class EpochMetrics:
         """
         if not sets:
             self.eval_metrics = {}
-        others = tuple(f"eval_{name}_" for name in self.evaluated_at if name and name not in sets)
+        known = set(sets)
+        for name, step in self.evaluated_at.items():
+            if step >= 0:  # a checkpoint has -1 for a single set that there isn't
+                known.add(name)
+        # Longer names first: of `val` and `val_hard`; and last the single set "", whose prefix all metrics have.
+        by_length = sorted(known, key=len, reverse=True)
         for name in list(self.eval_metrics):
-            if name.startswith(others):
+            owners = [known_set for known_set in by_length if name.startswith(evaluation_sets.prefix(known_set))]
+            if owners and owners[0] not in sets:
                 del self.eval_metrics[name]
+        if sets and "" not in sets:
+            self.evaluated_at.pop("", None)
 
     def stored_evaluations(self) -> Json:
         """What the manifest of a checkpoint has of the evaluations; `restore` takes it."""
@@ -82,12 +93,19 @@ class EpochMetrics:
 
     def add(self, totals: np.ndarray, ended: bool) -> None:
         """Takes in the totals of a call, and whether the epoch has ended with it."""
+        if self._replaced and totals[EXAMPLES]:  # a call at the end of the data makes no step
+            self.clear_totals()
         self.totals = self.totals + totals  # not in place: callbacks hold `totals`, too
         self.ended = ended
 
     def clear_totals(self) -> None:
         """Starts the totals anew."""
         self.totals = np.zeros(())
+        self._replaced = False
+
+    def replace_totals(self) -> None:
+        """Starts the totals anew with the next step of this epoch. If it has none left, they are those of its row."""
+        self._replaced = True
 
     def start_phase(self) -> None:
         """Drops the metrics of the phase before: another phase may have other ones."""
@@ -138,10 +156,13 @@ class EpochMetrics:
         """
         if not progress.step_in_epoch:
             raise _no_steps(progress.epoch + 1, options)
-        metrics = {**self.means(step, self.totals), **self.eval_metrics}
+        # Without a number of examples, the checkpoint's totals were of other values, and no step has been made since.
+        is_known = bool(self.totals.shape)
+        means = self.means(step, self.totals) if is_known else dict.fromkeys(step.metric_names(), math.nan)
+        metrics = {**means, **self.eval_metrics}
         # While the loss scale can still be halved, skipped steps are part of the search for it, and no failure.
         searching = metrics.get("loss_scale", 0.0) > SMALLEST
-        if not self.totals[WEIGHT]:
+        if is_known and not self.totals[WEIGHT]:
             _refuse_untrained(progress.epoch + 1, int(self.totals[SKIPPED]), searching)
 
         row = {"epoch": progress.epoch + 1, "step": progress.step, "examples": progress.examples, **metrics}

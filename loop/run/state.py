@@ -107,6 +107,7 @@ def snapshot(
     rest = {
         "progress": dataclasses.asdict(run.progress),
         "epoch_totals": jsonable(np.atleast_1d(run.epoch.totals).tolist()),
+        "epoch_metrics": run.step.metric_names(),
         **run.epoch.stored_evaluations(),
         "epoch_ends": run.epoch.ended,
         "learning_rates": jsonable(run.session.learning_rates),
@@ -227,6 +228,9 @@ def restore(run: Run, tensors: Arrays | None, state: Json, adopted: Sequence[str
     run.data.restore_random(mine["random"])
     run.progress.restore(state["progress"])
     run.epoch.restore(state)
+    # Totals of other values, since `compute` was changed: the epoch's means are those of its other steps.
+    if "epoch_metrics" in state and state["epoch_metrics"] != run.step.metric_names():
+        run.epoch.clear_totals()
     run.epoch.drop_evaluations(run.evaluated_sets)
     if run.plan.named and "phase" in state:
         run.plan.restore(state["phase"])
@@ -257,11 +261,15 @@ def scatter(run: Run, tensors: Arrays | None) -> None:
 
 def adopt(run: Run, state: Json) -> None:
     """Applies options that have changed, which the user has accepted, to what was restored."""
-    run.epoch.clear_totals()  # the epoch's means are those of the steps with the new options
+    run.epoch.replace_totals()  # the epoch's means are those of the steps with the new options
     # Those of the phase, which may have a size of its own. Rounded down to a step of the new size: some examples may
     # come twice, but none is left out.
     old, new = recorded_batch_size(state), run.session.phase_options["batch_size"]
     run.progress.step_in_epoch = run.progress.step_in_epoch * old // new
+    steps_per_epoch = run.step.data.train.steps_per_epoch
+    # Of an epoch whose evaluation is under way, the last batch may have been a short one.
+    if run.epoch.ended and steps_per_epoch is not None:
+        run.progress.step_in_epoch = steps_per_epoch
     optimizers = run.optimizer.values() if isinstance(run.optimizer, dict) else [run.optimizer]
     learning_rates = run.session.learning_rates
     # Only a rate that the task has changed since: a schedule or a callback may have changed the restored one.

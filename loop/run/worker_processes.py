@@ -14,6 +14,7 @@ from typing import Any
 
 from callbacks import Callback, MLflowTracker, StandardSet, standard
 from callbacks.files import launch_path, write_text
+from callbacks.run_record import history
 from callbacks.run_record.redaction import tell
 from loop.backends.base import Backend
 from loop.checkpoint.array_files import Json
@@ -29,7 +30,7 @@ from loop.run.session import Session, index_of
 from loop.run.state import assign, numbered
 from loop.step import approximations
 from loop.target import cells
-from loop.target.fields import set_fields
+from loop.target.fields import plain, set_fields
 from loop.target.fields import typed as typed_field
 from loop.task import Model, TrainTask, hyperparameters, target_of
 
@@ -68,27 +69,34 @@ def fit_in_workers(
         )
     # All that can be refused is refused here, before processes are started, which takes seconds.
     options = with_defaults(task, {**given, "backend": _backend(given["backend"])})
-    arguments = [*_typed_options(given), *_typed_fields(task), *_tracking(callbacks)]
-    if address.is_url(run_dir or ""):
-        run_dir = address.read_url(str(run_dir))
-        beside = address.place(run_dir, address.SPOOLS)  # the run directory is there, and is made by the chief
+    arguments = [*_typed_options(task, given), *_typed_fields(task), *_tracking(callbacks)]
+    where: str | Path
+    if run_dir is not None and address.is_url(run_dir):
+        where = address.read_url(str(run_dir))
+        folder = address.place(where, address.SPOOLS)  # beside its directory here, which must begin with the lease
     else:
-        run_dir = beside = launch_path(run_dir or new_name(type(task).__name__)).resolve()
+        where = folder = launch_path(run_dir or new_name(type(task).__name__)).resolve()
     target = target_of(task)
     if target is None:
         source = cells.source_of(type(task))
-        beside.mkdir(parents=True, exist_ok=True)
-        write_text(beside / SOURCE, source)
-        target = f"{beside / SOURCE}:{type(task).__name__}"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / SOURCE, source)
+        target = f"{folder / SOURCE}:{type(task).__name__}"
 
-    printed = _train([target, *arguments, f"--workers={workers}", f"--run-dir={run_dir}"])
-    directory = Path(printed["run_dir"])
-    model = _model(task, options, directory)
+    printed = _train([target, *arguments, f"--workers={workers}", f"--run-dir={where}"])
+    return _result(printed, _model(task, options, Path(printed["run_dir"])))
+
+
+def _result(printed: Json, model: Model) -> FitResult:
+    """The result, from what the command has printed."""
     values: Json = {}
     for field in dataclasses.fields(FitResult):  # the command prints more, and not the model
         if field.name in printed:
             values[field.name] = printed[field.name]
-    values |= {"run_dir": directory, "model": model}
+    # nan and infinities are texts in JSON.
+    values["metrics"] = history.as_numbers(printed["metrics"])
+    values["history"] = list(map(history.as_numbers, printed["history"]))
+    values |= {"run_dir": Path(printed["run_dir"]), "model": model}
     return FitResult(**values)
 
 
@@ -98,13 +106,20 @@ def _backend(backend: object) -> str | None:
     return backend
 
 
-def _typed_options(given: Mapping[str, object]) -> list[str]:
-    """The options of `fit` as they are typed."""
+def _typed_options(task: TrainTask, given: Mapping[str, object]) -> list[str]:
+    """The options of `fit` as they are typed.
+
+    Raises:
+        UsageError: one can't be typed.
+    """
     typed = []
     for name, value in given.items():
         flag = f"--{name.replace('_', '-')}"
         if value is None:
             continue
+        # Other options that are off by default can't be typed as off.
+        if value is False and not _has_off(name) and task.defaults.get(name):
+            raise UsageError(f"fit(workers=...) with {name}={value!r}: put it into the task's defaults instead")
         if isinstance(value, bool):
             typed += _typed_flag(name, flag, value)
             continue
@@ -119,9 +134,12 @@ def _typed_options(given: Mapping[str, object]) -> list[str]:
 def _typed_flag(name: str, flag: str, value: bool) -> list[str]:
     if value:
         return [flag]
-    # Only options that are on by default can be typed as off; and this one, which decides about examples.
-    has_off = DEFAULTS[name] or name == "drop_remainder"
-    return [f"--no-{flag.removeprefix('--')}"] if has_off else []
+    return [f"--no-{flag.removeprefix('--')}"] if _has_off(name) else []
+
+
+def _has_off(name: str) -> bool:
+    """Whether an option can be typed as off: those that are on by default, and this one, which decides on examples."""
+    return bool(DEFAULTS[name]) or name == "drop_remainder"
 
 
 def _typed_fields(task: TrainTask) -> list[str]:
@@ -144,10 +162,11 @@ def _typed_fields(task: TrainTask) -> list[str]:
                 "be handed to other processes: make it in a method, of fields that are numbers or texts"
             )
         text = f"{name}={typed_field(value)}"
-        if isinstance(value, str) and set_fields(type(task), [text])[name] != value:
+        read = set_fields(type(task), [text], "fit(workers=...)")[name]
+        if plain(read) != plain(value):  # such as the text "none" of a field of type `str | None`
             raise UsageError(
-                f"fit(workers=...): the field {name} of {type(task).__name__} is the text {value!r}, which other "
-                "processes would read as another type: give the field the type str alone, or another text"
+                f"fit(workers=...): the field {name} of {type(task).__name__} is {value!r}, and other processes would "
+                f"take what is typed for it, {text}, for {read!r}: give another value"
             )
         typed.append(f"--set={text}")
         changed[name] = value

@@ -62,6 +62,24 @@ def test_a_training_goes_on_on_another_machine_to_the_same_bits(store, url, quie
     assert checkpoint_files.complete(copies.copy(url, checkpoints=False) / "checkpoints") == kept
 
 
+def test_a_copy_that_was_interrupted_becomes_what_the_store_has(store, url, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with copies.mirrored(url) as directory:
+        (directory / "run.json").write_text("old")
+        write(directory, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, "_bring_checkpoint", interrupted)  # the last of what is brought
+        with pytest.raises(KeyboardInterrupt):
+            copies.copy(url)
+    with copies.mirrored(url) as directory:
+        (directory / "run.json").write_text("new")
+    copied = copies.copy(url, checkpoints=False)
+    assert ((copied / "run.json").read_text(), steps_in(copied)) == ("new", [])
+    assert steps_in(copies.copy(url)) == [1]
+
+
 def test_mlflow_can_have_its_artifacts_beside_the_run(store, url, quiet, empty_store, tmp_path):
     folder = url.rpartition("/")[0]
     destination = f"--artifacts-destination={folder}/artifacts"

@@ -42,10 +42,17 @@ def test_what_was_measured_leaves_no_trace_in_the_numbers(faster, capsys):
     assert auto.weights_sha256 == trained(Conv(), compile=faster, ema=0.9).weights_sha256
 
 
+class LookedAt(Weighted):
+    """A callback asks for the options before the choice is made."""
+
+    def build_callbacks(self):
+        return [callbacks.LambdaCallback(setup=lambda run: run.info["options"])]
+
+
 def test_a_resumed_run_keeps_the_way_and_measures_nothing(faster, tmp_path, monkeypatch):
-    trained(Weighted(), tmp_path / "run", compile="auto", epochs=1)
+    trained(LookedAt(), tmp_path / "run", compile="auto", epochs=1)
     monkeypatch.setattr(compile_choice, "_faster", lambda *_: pytest.fail("measured again"))
-    resumed = trained(Weighted(), tmp_path / "run", compile="auto")
+    resumed = trained(LookedAt(), tmp_path / "run", compile="auto")
     assert taken(resumed) == faster
     assert resumed.weights_sha256 == trained(Weighted(), compile=faster).weights_sha256
 

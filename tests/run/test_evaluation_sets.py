@@ -15,6 +15,7 @@ from loop import ArrayData, KerasTask, Phase, UsageError, fit
 from loop.backends import create
 from loop.commands.dry_run import dry_run
 from loop.data import evaluation_sets
+from loop.run.epoch_metrics import EpochMetrics
 from tests.conftest import tfloop
 from tests.tasks import Plain, regression
 
@@ -143,6 +144,17 @@ def test_a_set_that_is_evaluated_no_more_leaves_the_metrics_of_the_others(quiet)
     resumed = fit(Several(), **OPTIONS, eval_every={"test": "never"}, callbacks=quiet(), run_dir="run")
     assert evaluated("run") == {"eval_val_loss": [6, 12]}
     assert "eval_test_loss" not in resumed.metrics
+
+
+@pytest.mark.parametrize("before", [{"": 3}, {"": -1, "val": 3, "val_hard": 3}])
+def test_metrics_of_sets_that_the_task_has_no_more_are_dropped_by_whole_names(before):
+    epoch = EpochMetrics()
+    epoch.evaluated_at = before
+    epoch.eval_metrics = {f"{evaluation_sets.prefix(name)}loss": 1.0 for name, step in before.items() if step > 0}
+    epoch.eval_metrics["of_a_callback"] = 2.0
+    epoch.drop_evaluations(["val_hard", "test"])
+    kept = {"eval_val_hard_loss": 1.0} if "val_hard" in before else {}
+    assert epoch.eval_metrics == kept | {"of_a_callback": 2.0}
 
 
 def test_callbacks_judge_their_own_set_only_and_once_for_each_measurement(quiet):

@@ -1,6 +1,8 @@
-"""`fit(workers=N)`: what is handed to the processes that train, and what can't be."""
+"""`fit(workers=N)`: what is handed to other processes, and what they hand back. Real ones: `test_notebook`."""
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from tests.tasks import Plain
 
 @dataclass
 class Named(Plain):
+    defaults = {"shard_optimizer": True}
     name: str | None = "a"
     count: int | str = 1
 
@@ -57,8 +60,9 @@ def handed_over(monkeypatch, tmp_path):
         # They trained with another value than the one that was set.
         (Undecorated(0.5), {}, "factor of this Undecorated was set, but it is no field"),
         (changed(Undecorated(), factor=0.5), {}, "factor of this Undecorated was set"),
-        (Named(name="None"), {}, "the field name of Named is the text 'None'"),
-        (Named(count="2"), {}, "the field count of Named is the text '2'"),
+        (Named(name="none"), {}, "name of Named is 'none'.*for None"),
+        (Named(count="2"), {}, "count of Named is '2'.*for 2"),
+        (Named(), {"shard_optimizer": False}, "shard_optimizer=False: put it into the task's defaults"),
     ],
 )
 def test_what_workers_would_not_get_is_refused(task, options, message):
@@ -75,8 +79,20 @@ def test_what_a_training_before_has_left_is_no_change(handed_over):
     assert arguments[1:3] == ["--set=name=None", "--set=count=two"]
 
 
-def test_a_run_at_a_url_is_there_with_workers_too(handed_over, tmp_path):
-    """It was a directory on this machine that was named by the URL."""
-    url = f"{(tmp_path / 'disk').as_uri()}/run"
-    assert handed_over(Plain(), run_dir=url + "/")[-1] == f"--run-dir={url}"
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("run_dir", ["file:///runs/one", "s3://bucket/one"])
+def test_a_url_stays_one_and_nan_is_a_number(monkeypatch, run_dir):
+    typed = []
+
+    def train(arguments):
+        typed.extend(arguments)
+        numbers = {"steps": 1, "epochs": 1, "examples": 8, "replicas": 2, "examples_per_second": 1.0}
+        texts = {"status": "finished", "run_dir": "/spool/one", "weights_sha256": "", "backend": "horovod"}
+        return {**numbers, **texts, "metrics": {"loss": "nan"}, "history": [{"epoch": 1, "loss": "inf"}]}
+
+    monkeypatch.setattr(worker_processes, "_train", train)
+    monkeypatch.setattr(worker_processes, "_model", lambda task, options, directory: directory)
+    result = fit(Named(name="y"), workers=2, run_dir=run_dir)
+    assert {f"--run-dir={run_dir}", "--set=name=y"} <= set(typed)
+    assert result.run_dir == result.model == Path("/spool/one")
+    assert math.isnan(result.metrics["loss"])
+    assert result.history == [{"epoch": 1, "loss": math.inf}]

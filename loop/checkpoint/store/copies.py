@@ -267,7 +267,8 @@ def _refresh(bucket: Bucket, state: State, directory: Path, checkpoints: bool) -
     # First what has changed since the last copy is removed: `bring` leaves alone what is there.
     for name in had:
         if had[name] == state.files.get(name):
-            files[name] = had[name]
+            if (directory / name).exists():  # else an interrupted call has not brought it
+                files[name] = had[name]
             continue
         _check_name(bucket, name)
         parts = name.split("/")
@@ -281,8 +282,9 @@ def _refresh(bucket: Bucket, state: State, directory: Path, checkpoints: bool) -
     for name in state.files:
         if checkpoints or not name.startswith("checkpoints/"):
             files[name] = state.files[name]
+    # Before they are brought: what an interrupted call has brought is then removed once it has changed in the store.
+    write_json(index, {"url": bucket.url, "files": files})
     bring(bucket, dataclasses.replace(state, files=files), directory)
-    write_json(index, {"url": bucket.url, "files": files})  # last: it names only what is there
 
 
 def _size(path: Path) -> int:
