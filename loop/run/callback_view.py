@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
@@ -69,6 +68,7 @@ class CallbackView:
     stops: StopRequests
     run_status: status.RunStatus
     stopwatch: Stopwatch
+    _info: Json | None = None
 
     # What `callbacks.Run` promises, and the part of a run that holds it.
     task = PartAttribute[TrainTask]("session.task")
@@ -149,13 +149,14 @@ class CallbackView:
     @property
     def info(self) -> Json:
         """The task, its options, the model's size, the backend, versions and machine, as JSON values."""
-        # Before there is a step, options may still change: by callbacks in `on_setup`, and `compile="auto"`.
-        return self._final_info if self.session.has_step else status.describe(self._run)
-
-    # Once for each attempt: it looks up the versions of packages, and counts the parameters.
-    @functools.cached_property
-    def _final_info(self) -> Json:
-        return status.describe(self._run)
+        if self._info is not None:
+            return self._info
+        described = status.describe(self._run)
+        # Kept, since it looks up the versions of packages, and counts the parameters. But before there is a step,
+        # options may still change: by callbacks in `on_setup`, and `compile="auto"`.
+        if self.session.has_step:
+            self._info = described
+        return described
 
     def _repr_html_(self) -> str:
         """What a notebook shows of a run: where it stands, and its metrics with their curves."""
