@@ -14,7 +14,7 @@ from callbacks.run_record.redaction import redact
 
 # The names of what a run has itself in its directory.
 _FILES = ("run.json", "journal.jsonl", "lock", "mlflow.json", "mlflow.lock", "report.html")
-_DIRECTORIES = ("bad", "checkpoints", "evaluations.tmp", "samples", "source")
+_DIRECTORIES = ("bad", "checkpoints", "evaluations.tmp", "model", "profile", "samples", "source", "tensorboard")
 
 
 class CSVLogger(Callback):

@@ -233,7 +233,7 @@ def test_metrics_that_a_callback_adds_are_for_those_behind_it_on_each_rank():
         bus.Bus(list(given), run).check_metrics()
 
     check(False, Adds(), ReduceOnPlateau("eval_bleu", mode="max"))
-    with pytest.raises(UsageError, match=r"best='eval_bleu'\): this run .*; if Adds adds it, Adds must come first"):
+    with pytest.raises(UsageError, match=r"best='eval_bleu'\): this .*; if Adds adds it, list it before Checkpoint"):
         check(True, Checkpoint(best="eval_bleu"), Adds())  # `Checkpoint` is at its place in the standard set
     metrics = {"eval_bleu": "high"}
     with pytest.raises(UsageError, match=r"Adds.on_eval_end has set the metric 'eval_bleu' to 'high': give a number"):

@@ -100,8 +100,8 @@ class Bus:
                 return
             kind = type(adding[0]).__name__
             raise UsageError(
-                f"{what}: this run has no such metric{nearest(metric, known)}; if {kind} adds it, {kind} must come "
-                "first: callbacks.StandardSet([...])"
+                f"{what}: this run has no such metric{nearest(metric, known)}; if {kind} adds it, list it before "
+                f"{type(callback).__name__}: callbacks.StandardSet([...]) takes a list as it is"
             )
         if metric.startswith("eval_") and not any(name.startswith("eval_") for name in known):
             is_beside = any(isinstance(callback, EvaluateBeside) for callback in self._run.callbacks.values())

@@ -246,7 +246,7 @@ def test_csv_logger_refuses_a_directory_before_the_training(quiet, tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("path", ["checkpoints", "source/", "tables/../run.json", "./journal.jsonl"])
+@pytest.mark.parametrize("path", ["checkpoints", "source/", "tables/../run.json", "./journal.jsonl", "model"])
 def test_csv_logger_refuses_the_names_of_what_a_run_has_itself(path):
     """A table named `checkpoints` was written at the end of the first epoch, and no checkpoint could be."""
     with pytest.raises(ValueError, match="the run has a file or directory of that name"):
