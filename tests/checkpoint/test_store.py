@@ -15,6 +15,8 @@ from loop.checkpoint import checkpoint_files, lock
 from loop.checkpoint.store import address, copies, mirror
 from loop.checkpoint.store.bucket import Bucket, DamagedError, StoreError
 from loop.checkpoint.store.lease import believed
+from loop.commands import runs
+from loop.commands.cli.runs import _confirm_removal
 from loop.commands.evaluate import evaluate
 from loop.errors import UsageError
 from loop.run import trust
@@ -355,6 +357,19 @@ def test_a_url_has_the_names_of_its_path_escaped(name, tmp_path, monkeypatch, co
     assert "step-00000001" in out
     with pytest.raises(UsageError, match=re.escape(f"{url}: you haven't trained there")):
         trust.known_target(address.directory_of(url, address.COPIES), "task.py:Mine", None)
+
+
+def test_who_removes_a_run_in_a_store_is_asked_about_its_url(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    url = address.read_url(f"file://{tmp_path}/disk/run")
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("typer.confirm", lambda text: True)
+    copy = runs.locate(runs.ROOT, url, checkpoints=False)
+    assert not (copy / "checkpoints").exists()
+    _confirm_removal([copy])
+    assert capsys.readouterr().out == f"{url}\n"
 
 
 def test_who_only_looks_leaves_no_directory_at_a_url(tmp_path, command):

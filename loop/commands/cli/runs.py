@@ -88,7 +88,7 @@ def remove_runs(
     """Remove runs with all that is in their directories; asks first. What MLflow has stays."""
     folder = root or context.obj or runs.ROOT
     # Two names may mean the same run, which is removed once.
-    paths = list(dict.fromkeys(runs.locate(folder, name) for name in names))
+    paths = list(dict.fromkeys(runs.locate(folder, name, checkpoints=False) for name in names))
     # All are checked before the first one is removed.
     for path in paths:
         runs.check_removable(path, folder)
@@ -108,7 +108,9 @@ def _confirm_removal(paths: list[Path]) -> None:
         raise UsageError("runs rm asks first, and there is no terminal: give --yes")
     # A directory that came from elsewhere may have control characters in its name.
     for path in paths:
-        terminal.write([f"{printable(str(path))}  {size(runs.size(path))}"])
+        # What is removed of a run in a store is the run there, of which the copy here is a part.
+        url = address.url_of_copy(path)
+        terminal.write([printable(url) if url else f"{printable(str(path))}  {size(runs.size(path))}"])
     if not typer.confirm(f"Remove {'it' if len(paths) == 1 else f'these {len(paths)}'}?"):
         raise typer.Exit(0)
 
