@@ -328,5 +328,9 @@ def between_calls(run: Run, bus: Bus, steps: int | None = None) -> bool:
     # Not `decision` from here on: while checkpoints are waited for, the workers agree anew.
     if run.decision.regroup and not run.decision.stop and not run.at_end:
         wait_for_checkpoints(run, bus)
-        raise RegroupError
+        if not run.decision.stop:
+            raise RegroupError
+        # A signal came meanwhile, and the next attempt would not know of it: the run ends here.
+        if run.decision.save:
+            run.checkpointing.save()
     return run.decision.stop

@@ -452,7 +452,7 @@ def test_accepted_changes_within_the_evaluation_of_an_epoch(quiet):
 
     signal = Signal()
     options = {"epochs": 2, "run_dir": "run", "eval_every": "epoch"}
-    first = fit(Plain(), batch_size=60, **options, callbacks=[*quiet(checkpoint=Checkpoint()), signal])
+    first = fit(Plain(), batch_size=60, **options, callbacks=quiet(checkpoint=Checkpoint()) + [signal])
     assert (first.status, first.steps, first.history) == ("preempted", 2, [])
     result = fit(Plain(), batch_size=10, **options, accept_changes=True, callbacks=quiet())
     assert (result.steps, result.examples) == (2 + 11, 202)
@@ -471,7 +471,7 @@ def test_means_of_other_values_are_those_of_the_steps_since(quiet, values):
     task = Valued()
     stop = At(2, lambda run: run.stop("enough"))
     options = {"epochs": 1, "batch_size": 20, "run_dir": "run", "eval_every": "never"}
-    fit(task, **options, callbacks=[*quiet(checkpoint=Checkpoint()), stop])
+    fit(task, **options, callbacks=quiet(checkpoint=Checkpoint()) + [stop])
     task.values = values
     row = fit(task, **options, callbacks=quiet()).history[0]
     assert {name: row[name] for name in values} == {name: len(name) for name in values}

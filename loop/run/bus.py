@@ -137,7 +137,15 @@ class Bus:
     def fire_data(self, data: Data) -> Data:
         """Passes the data from hook to hook: each may return other data, or None to leave it as it is."""
         for callback in self._hooks["data"]:
-            data = self._call(callback, "data", data) or data
+            changed = self._call(callback, "data", data)
+            if isinstance(changed, Data):
+                data = changed
+            elif changed is not None:
+                with self._run.defer_errors():
+                    raise UsageError(
+                        f"{type(callback).__name__}.on_data returned an object of type {type(changed).__name__}: "
+                        "return the Data that it was given, with other sources, or None"
+                    )
         return data
 
     def fire_profile(self) -> None:

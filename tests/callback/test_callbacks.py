@@ -107,6 +107,12 @@ def test_two_of_a_kind_have_states_of_their_own(quiet, tmp_path):
     assert [each.best for each in second] == [each.best for each in first]
 
 
+def test_on_data_that_returns_something_else_is_refused(quiet):
+    wrong = callbacks.LambdaCallback(data=lambda run, data: data.train)
+    with pytest.raises(UsageError, match=r"LambdaCallback\.on_data returned an object of type ArraySource"):
+        fit(Plain(), callbacks=quiet() + [wrong])
+
+
 def test_broadcast_makes_all_replicas_equal_and_checks_it(quiet):
     class Drift(Callback):
         """Sets one replica's copy of one variable to something else."""

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,9 @@ from callbacks import checkpoint as policy
 from callbacks.run_record.journal import read_history
 from loop import fit
 from loop.backends import create
+from loop.backends.base import Backend
 from loop.checkpoint import checkpoint_files
+from loop.run.checkpointing import Checkpointing
 from tests.tasks import Plain
 
 
@@ -140,3 +143,27 @@ def test_each_epoch_is_saved_where_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(policy, "PAUSE", math.inf)
     train("run", 4, every="epoch", eval_every="never")
     assert steps_of("run") == [3, 6, 9, 12]
+
+
+def test_a_signal_while_an_elastic_job_waits_to_form_anew_ends_the_run(quiet, monkeypatch):
+    """The next attempt has requests of its own, and the launcher sends a signal once."""
+    backend = Backend()
+    backend.member = SimpleNamespace(generation=0, run_directory=None, kept=None, changed=False, events=[])
+
+    class Changed(Callback):
+        every = 3
+
+        def on_steps_end(self, run, metrics):
+            run.save("test")  # which is waited for before the workers form anew
+            backend.member.changed = True
+
+    wait = Checkpointing.wait
+
+    def wait_with_signal(checkpointing):
+        checkpointing._run.stops.signalled = True
+        wait(checkpointing)
+
+    monkeypatch.setattr(Checkpointing, "wait", wait_with_signal)
+    result = fit(Plain(), backend=backend, callbacks=quiet(checkpoint=Checkpoint()) + [Changed()])
+    assert (result.status, result.steps) == ("preempted", 3)
+    assert [path.name for path in checkpoint_files.complete(result.run_dir / "checkpoints")] == ["step-00000003"]
