@@ -103,13 +103,14 @@ def uniform(
         drawn = _draw(tf.raw_ops.StatelessRandomUniformV2, shape, seed, dtype.size, dtype=dtype)
         if _is_number(minval, 0) and (maxval is None or _is_number(maxval, 1)):
             return drawn  # as of dropout, which draws as many numbers as there are activations
-        low = tf.cast(minval, dtype)
-        high = tf.cast(1 if maxval is None else maxval, dtype)
+        # Not `tf.cast`, which would round a Python number to 32 bits first.
+        low = tf.convert_to_tensor(minval, dtype)
+        high = tf.convert_to_tensor(1 if maxval is None else maxval, dtype)
         return drawn * (high - low) + low
     if maxval is None:
         return _draw(tf.raw_ops.StatelessRandomUniformFullIntV2, shape, seed, dtype.size, dtype=dtype)
-    low = tf.cast(minval, dtype)
-    high = tf.cast(maxval, dtype)
+    low = tf.convert_to_tensor(minval, dtype)
+    high = tf.convert_to_tensor(maxval, dtype)
     return _draw(tf.raw_ops.StatelessRandomUniformIntV2, shape, seed, dtype.size, minval=low, maxval=high)
 
 
@@ -130,7 +131,7 @@ def normal(
     """`tf.random.stateless_normal` by row; see `by_row`."""
     dtype = tf.as_dtype(dtype)
     drawn = _draw(tf.raw_ops.StatelessRandomNormalV2, shape, seed, dtype.size, dtype=dtype)
-    return drawn * tf.cast(stddev, dtype) + tf.cast(mean, dtype)
+    return drawn * tf.convert_to_tensor(stddev, dtype) + tf.convert_to_tensor(mean, dtype)
 
 
 def _draw(operation: Draw, shape: Shape, seed: Seed, bytes_each: int, **arguments: Any) -> tf.Tensor:

@@ -52,12 +52,18 @@ def test_parts_of_a_draw_are_the_draw(rows, inner, cuts, dtype, seed):
     assert np.concatenate(parts).tobytes() == whole.tobytes()
 
 
-def test_normal_draws_are_parts_too():
-    whole = tf.random.stateless_normal([7, 5], [1, 2], mean=3.0, stddev=2.0).numpy()
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_draws_with_arguments_are_parts_too(dtype):
+    """0.1 and 0.3 were rounded to 32 bits in float64."""
+    normal, uniform = {"mean": 0.3, "stddev": 0.1, "dtype": dtype}, {"minval": 0.1, "maxval": 0.3, "dtype": dtype}
+    whole = tf.random.stateless_normal([7, 5], [1, 2], **normal).numpy()
+    whole_uniform = tf.random.stateless_uniform([7, 5], [1, 2], **uniform).numpy()
     own = Rows(tf.zeros([4, 1]), tf.constant(3, tf.int64), *2 * [tf.constant(0, tf.int64)], tf.range(3, 7))
     with within(Replica(Backend(), own, seed=0, most=7)):
-        part = rowwise.normal([4, 5], [1, 2], mean=3.0, stddev=2.0).numpy()
+        part = rowwise.normal([4, 5], [1, 2], **normal).numpy()
+        part_uniform = rowwise.uniform([4, 5], [1, 2], **uniform).numpy()
     np.testing.assert_array_equal(part, whole[3:])
+    np.testing.assert_array_equal(part_uniform, whole_uniform[3:])
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
