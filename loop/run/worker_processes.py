@@ -158,7 +158,7 @@ def _typed_fields(task: TrainTask) -> list[str]:
     return typed
 
 
-def _check_attributes(task: TrainTask, changed: Mapping[str, Any]) -> None:
+def _check_attributes(task: TrainTask, changed: Mapping[str, object]) -> None:
     """Refuses a number or text that was set on the task and is no field: other processes make a task of its fields.
 
     Anything else, such as data or a model, is what methods of the task have kept there.
