@@ -328,7 +328,7 @@ def _meet() -> None:
     except OSError as error:
         raise UsageError(
             f"TF_CONFIG: this process is {own} at {places[own]}, but can't listen at that port ({error.strerror}): end "
-            "what has it (`ss -ltnp` shows that), or give another port in the TF_CONFIG of all workers"
+            "what has it (`ss -ltnp`), or give all workers other ports: in TF_CONFIG; under srun by TFLOOP_PORT_BASE"
         ) from None
     others = {name: address for name, address in places.items() if name != own}
     # At the end the port is free for TensorFlow's server, which then answers the workers that come later.

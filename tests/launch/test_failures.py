@@ -350,7 +350,7 @@ def test_peers_that_never_come_are_named(monkeypatch):
 def test_own_port_in_use_is_named(monkeypatch):
     ports = machine.free_ports(2)
     monkeypatch.setenv("TF_CONFIG", tf_config(*ports, index=1))
-    message = f"this process is worker 1 at 127.0.0.1:{ports[1]}, but can't listen .*give another port"
+    message = f"this process is worker 1 at 127.0.0.1:{ports[1]}, but can't listen .*other ports: .*TFLOOP_PORT_BASE"
     with socket.create_server(("127.0.0.1", ports[1])), pytest.raises(UsageError, match=message):
         strategy._meet()
 
