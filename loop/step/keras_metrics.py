@@ -12,6 +12,7 @@ from keras.src.trainers.compile_utils import CompileMetrics
 
 from loop.errors import UsageError
 from loop.step.keras_compile import Compiled, Tensors
+from loop.step.values import rows_of
 
 
 class _OutputMetric(NamedTuple):
@@ -134,15 +135,7 @@ class Metrics:
 
 def _rows(tensors: Tensors, part: slice) -> Tensors:
     """Some rows of each tensor, with their masks."""
-
-    def cut(tensor: tf.Tensor) -> tf.Tensor:
-        rows = tensor[part]
-        mask = getattr(tensor, "_keras_mask", None)
-        if mask is not None:
-            rows._keras_mask = mask[part]
-        return rows
-
-    return None if tensors is None else keras.tree.map_structure(cut, tensors)
+    return None if tensors is None else keras.tree.map_structure(lambda tensor: rows_of(tensor, part), tensors)
 
 
 def _without_names(metrics: Compiled, outputs: set[str]) -> tuple[Compiled, list[str]]:

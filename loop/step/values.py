@@ -45,6 +45,15 @@ def content(value: Value | Unweighted) -> Value:
     return value.value if isinstance(value, Unweighted) else value
 
 
+def rows_of(tensor: tf.Tensor, part: slice) -> tf.Tensor:
+    """Some rows of a tensor, with their mask, which slicing would drop: the metrics of Keras need it."""
+    rows = tensor[part]
+    mask = getattr(tensor, "_keras_mask", None)
+    if mask is not None:
+        rows._keras_mask = mask[part]
+    return rows
+
+
 def check(
     values: Mapping[str, Value], n: int | None, names: Sequence[str] | None = None, metrics: Sequence[str] = ()
 ) -> list[str]:
