@@ -54,6 +54,17 @@ def rows_of(tensor: tf.Tensor, part: slice) -> tf.Tensor:
     return rows
 
 
+def in_dtype(tensor: tf.Tensor, dtype: str) -> tf.Tensor:
+    """A tensor in another dtype, with its mask, which `tf.cast` would drop."""
+    if tensor.dtype == dtype:
+        return tensor
+    converted = tf.cast(tensor, dtype)
+    mask = getattr(tensor, "_keras_mask", None)
+    if mask is not None:
+        converted._keras_mask = mask
+    return converted
+
+
 def check(
     values: Mapping[str, Value], n: int | None, names: Sequence[str] | None = None, metrics: Sequence[str] = ()
 ) -> list[str]:
