@@ -19,6 +19,7 @@ from loop.step.context import StepContext
 from loop.step.metric_sums import MetricSums
 from loop.step.totals import EvaluationLayout
 from loop.step.tracing import as_written, compiled
+from loop.step.values import rows_of
 from loop.step.variable_values import assign_values, read_values
 from loop.task import Batch, Values
 
@@ -212,7 +213,7 @@ class Evaluation:
                     f"for, but compute() returned a tensor of shape {tensor.shape}, in which rows can't be told "
                     "apart: give each tensor the shape [n, ...], or use a number of examples without remainder"
                 )
-            return tensor[:n]
+            return rows_of(tensor, slice(n))
 
         return tf.nest.map_structure(own, values)
 

@@ -12,6 +12,7 @@ from keras.src.trainers.compile_utils import CompileMetrics
 
 from loop.errors import UsageError
 from loop.step.keras_compile import Compiled, Tensors
+from loop.step.values import in_dtype, rows_of
 
 
 class _OutputMetric(NamedTuple):
@@ -134,15 +135,7 @@ class Metrics:
 
 def _rows(tensors: Tensors, part: slice) -> Tensors:
     """Some rows of each tensor, with their masks."""
-
-    def cut(tensor: tf.Tensor) -> tf.Tensor:
-        rows = tensor[part]
-        mask = getattr(tensor, "_keras_mask", None)
-        if mask is not None:
-            rows._keras_mask = mask[part]
-        return rows
-
-    return None if tensors is None else keras.tree.map_structure(cut, tensors)
+    return None if tensors is None else keras.tree.map_structure(lambda tensor: rows_of(tensor, part), tensors)
 
 
 def _without_names(metrics: Compiled, outputs: set[str]) -> tuple[Compiled, list[str]]:
@@ -166,12 +159,7 @@ def _name(metric: str, output: str | None, by_weight: bool, taken: dict[str, int
 
 
 def _in_dtype(predictions: tf.Tensor, dtype: str) -> tf.Tensor:
-    """The predictions in the dtype of a state of floats, with their mask, which `tf.cast` would drop."""
+    """The predictions in the dtype of a state of floats."""
     predictions = keras.ops.convert_to_tensor(predictions)
-    if not (predictions.dtype.is_floating and keras.backend.is_float_dtype(dtype)) or predictions.dtype == dtype:
-        return predictions
-    converted = tf.cast(predictions, dtype)
-    mask = getattr(predictions, "_keras_mask", None)
-    if mask is not None:
-        converted._keras_mask = mask
-    return converted
+    is_float = predictions.dtype.is_floating and keras.backend.is_float_dtype(dtype)
+    return in_dtype(predictions, dtype) if is_float else predictions

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.errors import UsageError, message_of
-from loop.step.values import RESERVED, Unweighted, Value, check, content
+from loop.step.values import RESERVED, Unweighted, Value, check, content, in_dtype
 
 SumAndWeight: TypeAlias = tuple[tf.Tensor, tf.Tensor]
 """The weighted sum of a value, and the sum of its weights: scalars; or of a stack of values, vectors and a scalar."""
@@ -329,7 +329,7 @@ def _arguments(
     # `BinaryIoU`, counts what the metric makes of floats.
     for index, tensor in enumerate(tensors):
         if tensor.dtype.is_floating and keras.backend.is_float_dtype(metric.dtype):
-            tensors[index] = tf.cast(tensor, metric.dtype)
+            tensors[index] = in_dtype(tensor, metric.dtype)
     if has_weight:
         return tensors[:-1], {"sample_weight": tensors[-1]}
     return tensors, {}

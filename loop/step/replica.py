@@ -254,6 +254,8 @@ def sum_over_batch(x: tf.Tensor) -> tf.Tensor:
     """The sum over the rows of the whole global batch: shape x.shape[1:]. No gradient flows through it."""
     _here.gathers = all_gathers() + 1
     replica = current()
+    if replica is not None and replica.fixed_rows is not None:
+        x = x[: replica.count]  # rows that fill up a batch belong to no example
     own = tf.reduce_sum(tf.stop_gradient(x), 0)
     if replica is None or replica.backend.replicas == 1:
         return own

@@ -45,6 +45,26 @@ def content(value: Value | Unweighted) -> Value:
     return value.value if isinstance(value, Unweighted) else value
 
 
+def rows_of(tensor: tf.Tensor, part: slice) -> tf.Tensor:
+    """Some rows of a tensor, with their mask, which slicing would drop: the metrics of Keras need it."""
+    rows = tensor[part]
+    mask = getattr(tensor, "_keras_mask", None)
+    if mask is not None:
+        rows._keras_mask = mask[part]
+    return rows
+
+
+def in_dtype(tensor: tf.Tensor, dtype: str) -> tf.Tensor:
+    """A tensor in another dtype, with its mask, which `tf.cast` would drop."""
+    if tensor.dtype == dtype:
+        return tensor
+    converted = tf.cast(tensor, dtype)
+    mask = getattr(tensor, "_keras_mask", None)
+    if mask is not None:
+        converted._keras_mask = mask
+    return converted
+
+
 def check(
     values: Mapping[str, Value], n: int | None, names: Sequence[str] | None = None, metrics: Sequence[str] = ()
 ) -> list[str]:

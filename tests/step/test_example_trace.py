@@ -247,6 +247,32 @@ def test_carried_state_is_in_the_checkpoint_and_evaluation_has_its_own(kind, str
     assert whole.metrics["eval_loss"] == pytest.approx(np.mean((outputs - labels) ** 2, dtype="float64"), rel=1e-5)
 
 
+def test_rows_that_fill_up_an_evaluation_count_for_nothing(quiet):
+    """In no metric with a mask, and in no divisor of the losses of several outputs."""
+
+    def build_model():
+        words = keras.Input((4,), batch_size=8)
+        masked = keras.layers.Embedding(5, 3, mask_zero=True)(words)
+        carried = keras.layers.GRU(3, stateful=True, return_sequences=True)(masked)
+        return keras.Model(words, {name: keras.layers.Dense(1, name=name)(carried) for name in "ab"})
+
+    words = np.tril(np.ones([8, 4], "int64"))[::-1] + np.eye(8, 4, dtype="int64")[::-1]
+    held_out = np.array([[1, 2, 0, 0], [3, 0, 0, 0], [4, 1, 2, 3]])
+
+    def data(inputs):
+        labels = np.where(inputs == 0, 50, inputs)[..., None].astype("float32")  # the masked ones would stand out
+        return ArrayData(inputs, {"a": labels, "b": 2 * labels})
+
+    metrics = {"a": [keras.metrics.MeanSquaredError(name="mse")], "b": []}
+    losses = {"a": "mse", "b": "mse"}
+    task = KerasTask(
+        build_model, Carrying().build_optimizer, losses, data(words), data(held_out), weighted_metrics=metrics
+    )
+    found = fit(task, epochs=1, callbacks=quiet(), **ROWS).metrics
+    assert found["eval_a_mse"] == pytest.approx(found["eval_a_loss"], rel=1e-5)
+    assert found["eval_loss"] == pytest.approx(found["eval_a_loss"] + found["eval_b_loss"], rel=1e-5)
+
+
 class Fixed(Carrying):
     """A batch of constant size, by a reshape that Keras doesn't know of."""
 

@@ -10,6 +10,7 @@ import loop
 from loop import ArrayData, TrainTask, UsageError, fit
 from loop.backends import create
 from loop.model.precision import keras_precision
+from loop.step.metric_sums import MetricSums
 from tests.exactness import largest_difference
 from tests.tasks import Plain, TwoRates, Unweighted, Weighted, regression
 
@@ -235,3 +236,14 @@ def test_what_is_counted_may_be_the_examples_of_a_loss_per_element(quiet):
     weights = [[variable.numpy() for variable in each.model.trainable_variables] for each in (one, other)]
     assert largest_difference(*weights) <= 1e-5
     assert one.metrics["eval_loss"] == pytest.approx(other.metrics["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_a_metric_ignores_masked_elements_in_any_precision(dtype):
+    metric = keras.metrics.MeanSquaredError()
+    predictions = tf.zeros([2, 3, 1], dtype)
+    predictions._keras_mask = tf.constant([[True, False, False], [True, True, False]])
+    labels = tf.constant([[1.0, 50.0, 50.0], [2.0, 3.0, 50.0]])[..., tf.newaxis]
+    sums = MetricSums(["loss", "mse"], {"mse": metric})
+    total, count = sums.states({"mse": (labels, predictions)}).numpy()
+    assert total / count == pytest.approx((1 + 4 + 9) / 3)
