@@ -281,12 +281,12 @@ def _described(data: Any) -> str:
             return str(data)
         # A large file isn't read for a hash: one that is written anew has another time.
         return f"{path.resolve()}, {path.stat().st_size} bytes, of {path.stat().st_mtime_ns}"
-    arrays = data.arrays if isinstance(data, ArrayData) else data
-    # Python objects have no bytes of their own to be hashed.
+    inputs = _inputs(data)  # lists become arrays
     hashed = []
-    for leaf in tf.nest.flatten(arrays):
-        if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
-            hashed.append(leaf)
+    for leaf in tf.nest.flatten(inputs.arrays if isinstance(inputs, ArrayData) else []):
+        if leaf.dtype.hasobject:  # strings: the array's own bytes are addresses
+            leaf = np.frombuffer(repr(leaf.tolist()).encode(), np.uint8)
+        hashed.append(leaf)
     return f"arrays {fingerprint(*hashed)}"
 
 

@@ -1,5 +1,6 @@
 """Predictions: each example once, in order, the same bytes on any number of workers and after a kill."""
 
+import copy
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 import loop
 from loop import ArrayData, UsageError, fit
 from loop.commands.cli.training import _prediction_lines
+from loop.commands.predict import _described
 from loop.commands.prediction_parts import blocks_in_part, owner
 from tests.conftest import needs_horovod, tfloop
 from tests.tasks import Legacy, Unweighted, Weighted, regression
@@ -399,3 +401,16 @@ def test_an_error_of_the_task_is_not_blamed_on_the_run(quiet, tmp_path):
     for compute in (loop.predict, loop.evaluate):
         with pytest.raises(TypeError, match="wrong in compute"):
             compute(Broken(), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([[0.0], [1.0]], [[2.0], [1.0]]),
+        (np.array(["a", "b"], object), np.array(["c", "d"], object)),
+        (np.zeros(2), np.ones(2)),
+    ],
+    ids=["list", "strings", "array"],
+)
+def test_other_inputs_are_told_from_those_that_parts_were_made_of(one, other):
+    assert _described(one) == _described(copy.deepcopy(one)) != _described(other)
