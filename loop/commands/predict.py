@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from loop.commands.prediction_files import check_names, write
 from loop.commands.prediction_output import OWN_DATA, check_data, check_out, is_own, is_set
 from loop.commands.prediction_parts import Parts, blocks_in_part, owner
 from loop.data import ArrayData, BatchOptions, IndexedData, Source, StreamData, StreamSource, source
+from loop.data.examples import example_seeds
 from loop.errors import TrainingError, UsageError, message_of
 from loop.model.precision import keras_precision
 from loop.model.variables import all_variables
@@ -37,6 +39,7 @@ from loop.step.tracing import as_written
 from loop.target.fields import plain
 from loop.task import TrainTask, check_is_task, hyperparameters
 
+_SAMPLED = 64  # examples of indexed data by which it is told from other data
 _FORMAT = 1  # of the parts on disk: those of another format belong to another prediction
 
 
@@ -282,12 +285,29 @@ def _described(data: Any) -> str:
         # A large file isn't read for a hash: one that is written anew has another time.
         return f"{path.resolve()}, {path.stat().st_size} bytes, of {path.stat().st_mtime_ns}"
     inputs = _inputs(data)  # lists become arrays
+    if isinstance(inputs, StreamData):
+        return f"stream {uuid.uuid4()}"  # no other one is known to be the same
+    if isinstance(inputs, IndexedData):
+        return f"examples {_hash(_sampled(inputs))}"
+    return f"arrays {_hash(inputs.arrays)}"
+
+
+def _hash(arrays: Any) -> str:
+    """A hash of arrays in any structure."""
     hashed = []
-    for leaf in tf.nest.flatten(inputs.arrays if isinstance(inputs, ArrayData) else []):
+    for leaf in map(np.asarray, tf.nest.flatten(arrays)):
         if leaf.dtype.hasobject:  # strings: the array's own bytes are addresses
             leaf = np.frombuffer(repr(leaf.tolist()).encode(), np.uint8)
         hashed.append(leaf)
-    return f"arrays {fingerprint(*hashed)}"
+    return fingerprint(*hashed)
+
+
+def _sampled(data: IndexedData) -> list[Any]:
+    """A few examples from the first one to the last one: to read all of them may take as long as to predict."""
+    indices = np.unique(np.linspace(0, max(0, data.size - 1), _SAMPLED).astype(np.int64))[: data.size]
+    examples = data.reader.read(data.resolve(indices, 0, 0), example_seeds(indices, 0, 0))
+    # What can't be read is dealt with when it is predicted on.
+    return [str(example) if isinstance(example, Exception) else example for example in examples]
 
 
 def _in_memory(prediction: Prediction) -> Any:
