@@ -292,7 +292,7 @@ def _described(data: Any) -> str:
     return f"arrays {_hash(inputs.arrays)}"
 
 
-def _hash(arrays: Any) -> str:
+def _hash(arrays: object) -> str:
     """A hash of arrays in any structure."""
     hashed = []
     for leaf in map(np.asarray, tf.nest.flatten(arrays)):
@@ -302,7 +302,7 @@ def _hash(arrays: Any) -> str:
     return fingerprint(*hashed)
 
 
-def _sampled(data: IndexedData) -> list[Any]:
+def _sampled(data: IndexedData) -> list[object]:
     """A few examples from the first one to the last one: to read all of them may take as long as to predict."""
     indices = np.unique(np.linspace(0, max(0, data.size - 1), _SAMPLED).astype(np.int64))[: data.size]
     examples = data.reader.read(data.resolve(indices, 0, 0), example_seeds(indices, 0, 0))
