@@ -52,7 +52,8 @@ def settle(run: Run, data: Data) -> None:
 
     if choice not in (GRAPH, XLA):
         choice = _faster(run, data) if run.backend.name == "single" else _untried(run)
-    run.options["compile"] = choice
+    # The chief's: other machines may not have its run directory, and different steps would wait for each other.
+    run.options["compile"] = run.backend.broadcast_json(choice)
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """`compile="auto"`: the faster of two ways, as if it had been asked for by name."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -55,6 +56,14 @@ def test_a_resumed_run_keeps_the_way_and_measures_nothing(faster, tmp_path, monk
     resumed = trained(LookedAt(), tmp_path / "run", compile="auto")
     assert taken(resumed) == faster
     assert resumed.weights_sha256 == trained(Weighted(), compile=faster).weights_sha256
+
+
+def test_all_workers_take_the_way_of_the_chief(tmp_path):
+    """A worker of another machine may not have the run's directory: its steps waited for the chief's, and theirs."""
+    backend = SimpleNamespace(name="horovod", is_chief=False, broadcast_json=lambda choice: "xla")
+    run = SimpleNamespace(options={"compile": "auto"}, directory=tmp_path, backend=backend)
+    compile_choice.settle(run, None)
+    assert run.options["compile"] == "xla"
 
 
 def test_a_stream_begins_at_its_first_example_also_if_it_draws_numbers(faster):
