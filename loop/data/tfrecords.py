@@ -136,9 +136,13 @@ def records(
     for one_pattern in patterns:
         path = Path(one_pattern)
         # A file of this very name is meant, also where the name has brackets or stars in it.
-        paths += [path] if path.exists() else map(Path, sorted(glob.glob(os.fspath(one_pattern))))  # noqa: PTH207
+        found = [path] if path.exists() else list(map(Path, sorted(glob.glob(os.fspath(one_pattern)))))  # noqa: PTH207
+        # Each one by itself: of several, a missing file would leave examples out without a word.
+        if not found:
+            raise UsageError(f"loop.records({os.fspath(one_pattern)!r}): there is no such file")
+        paths += found
     if not paths:
-        raise UsageError(f"loop.records({', '.join(map(repr, map(str, patterns)))}): there is no such file")
+        raise UsageError("loop.records([]): give the path of at least one file, or a pattern")
     for path in paths:
         if path.is_dir():
             raise UsageError(f"loop.records({str(path)!r}): it is a directory: give its files, as {path}/*.tfrecord")
