@@ -123,8 +123,8 @@ def records(
     when a record is read.
 
     Args:
-        pattern: a path, a pattern such as `data/train-*.tfrecord`, or several of them; files are taken in the order of
-            their names. What is the name of a file is that file, and no pattern.
+        pattern: a path, a pattern such as `data/train-*.tfrecord`, or several of them, in order; the files of a pattern
+            are taken in the order of their names. What is the name of a file is that file, and no pattern.
         features: if records are `tf.train.Example`: what to take from each, as for `tf.io.parse_example`; examples are
             then dicts of arrays. None: examples are bytes, for the `map` of `IndexedData`.
 
