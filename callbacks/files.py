@@ -234,6 +234,15 @@ def replacing(path: Path, durable: bool = False, aside: Path | None = None) -> I
         fsync_directory(path.parent)
 
 
+def place(made: Path, path: Path) -> None:
+    """Gives a finished file its name. If another process has made a file of this name meanwhile, that one stays."""
+    try:
+        os.link(made, path)
+    except OSError:  # it is there, or the file system has no links
+        if not path.exists():
+            made.replace(path)
+
+
 def hidden_name(path: Path) -> Path:
     """A temporary name for a file outside of run directories, where PATH.tmp may be a file of the user."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")

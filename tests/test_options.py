@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 import cli
-from loop import UsageError, fit
+from loop import TrainTask, UsageError, fit
 from loop.options import DEFAULTS, KEPT, OPTIONS, with_defaults
 from loop.run.worker_processes import _typed_options
 
@@ -33,7 +33,7 @@ def test_what_decides_about_examples_is_handed_to_workers_either_way(value):
     """The task's own default may be the other one."""
     prefix = "--" if value else "--no-"
     given = {"shuffle": value, "drop_remainder": value}
-    assert _typed_options(given) == [f"{prefix}shuffle", f"{prefix}drop-remainder"]
+    assert _typed_options(TrainTask(), given) == [f"{prefix}shuffle", f"{prefix}drop-remainder"]
 
 
 def test_each_option_is_there_once_and_its_default_is_valid():

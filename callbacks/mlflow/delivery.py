@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from callbacks.files import SQLITE, appending, hidden_name, is_plain, read_json, sqlite_path, sqlite_uri
+from callbacks.files import SQLITE, appending, hidden_name, is_plain, place, read_json, sqlite_path, sqlite_uri
 from callbacks.mlflow import kept_models
 from callbacks.mlflow.description import BEST, SPEED, best_values, note
 from callbacks.mlflow.mlflow_run import MLflowRun
@@ -313,12 +313,7 @@ def _make_database(path: Path) -> None:
                 contextlib.closing(sqlite3.connect(aside)) as copy,
             ):
                 source.backup(copy)
-        # Not replaced: another run may have made the store meanwhile, and have points in it.
-        try:
-            os.link(aside, path)
-        except OSError:  # it is there, or the file system has no links
-            if not path.exists():
-                aside.replace(path)
+        place(aside, path)
     finally:
         aside.unlink(missing_ok=True)
 
