@@ -39,7 +39,7 @@ from loop.step.tracing import as_written
 from loop.target.fields import plain
 from loop.task import TrainTask, check_is_task, hyperparameters
 
-_SAMPLED = 64  # examples of indexed data by which it is told from other data
+_SAMPLED = 64  # of indexed data, how many examples are compared to find out whether it is the same data
 _FORMAT = 1  # of the parts on disk: those of another format belong to another prediction
 
 
@@ -306,7 +306,7 @@ def _sampled(data: IndexedData) -> list[object]:
     """A few examples from the first one to the last one: to read all of them may take as long as to predict."""
     indices = np.unique(np.linspace(0, max(0, data.size - 1), _SAMPLED).astype(np.int64))[: data.size]
     examples = data.reader.read(data.resolve(indices, 0, 0), example_seeds(indices, 0, 0))
-    # What can't be read is dealt with when it is predicted on.
+    # An example that can't be read ends or leaves out its prediction later; here its error stands for it.
     return [str(example) if isinstance(example, Exception) else example for example in examples]
 
 

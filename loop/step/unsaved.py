@@ -58,7 +58,7 @@ def warn_of_unsaved(task: TrainTask, model: Model, saved: Sequence[tf.Variable],
         warnings.warn(
             f"the steps use {_listed(untrained)}, which isn't a part of the model: it isn't trained, and no checkpoint "
             "has it. To train it, make it in build_model() as an attribute of the model, in a layer by "
-            "self.add_weight(); to leave it as it is, make it with trainable=False, or set that",
+            "self.add_weight(); to leave it as it is, set its trainable=False",
             stacklevel=2,
         )
 

@@ -99,21 +99,6 @@ class Teacher(Task):
         return tf.cast(self.teacher(batch)[:, 0], tf.float32) ** 2 + tf.gather(self.table, 3)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        (InTheTask, "InTheTask.count"),
-        (KerasVariable, "KerasVariable.count"),
-        (Generator, "Generator.numbers"),
-        (GlobalSeed, "the seed of keras.random"),
-        (InALayer, "Counting.calls"),
-    ],
-)
-def test_what_a_resume_loses_is_named(kind, name, quiet):
-    with pytest.warns(UserWarning, match=re.escape(f"the steps change {name}, which no checkpoint has")):
-        fit(kind(), callbacks=quiet(), batch_size=8)
-
-
 class Weight(keras.layers.Layer):
     """Has a variable of TensorFlow, which Keras doesn't count as the layer's."""
 
@@ -161,17 +146,26 @@ class WeightInALayer(Task):
         return [Weight()]
 
 
+LOST = "the steps change {}, which no checkpoint has"
+UNTRAINED = "the steps use {}, which isn't a part of the model"
+
+
 @pytest.mark.parametrize(
-    ("kind", "name"),
+    ("kind", "name", "message"),
     [
-        (HeadInTheTask, "HeadInTheTask.head"),
-        (ModelInAList, "ModelInAList.heads"),
-        (WeightOfALoss, "WeightOfALoss.log_sigma"),
-        (WeightInALayer, "Weight.weight"),
+        (InTheTask, "InTheTask.count", LOST),
+        (KerasVariable, "KerasVariable.count", LOST),
+        (Generator, "Generator.numbers", LOST),
+        (GlobalSeed, "the seed of keras.random", LOST),
+        (InALayer, "Counting.calls", LOST),
+        (HeadInTheTask, "HeadInTheTask.head", UNTRAINED),
+        (ModelInAList, "ModelInAList.heads", UNTRAINED),
+        (WeightOfALoss, "WeightOfALoss.log_sigma", UNTRAINED),
+        (WeightInALayer, "Weight.weight", UNTRAINED),
     ],
 )
-def test_what_is_not_trained_is_named(kind, name, quiet):
-    with pytest.warns(UserWarning, match=re.escape(f"the steps use {name}, which isn't a part of the model")):
+def test_what_is_not_of_the_model_is_named(kind, name, message, quiet):
+    with pytest.warns(UserWarning, match=re.escape(message.format(name))):
         fit(kind(), callbacks=quiet(), batch_size=8)
 
 
