@@ -139,7 +139,9 @@ def records(
         found = [path] if path.exists() else list(map(Path, sorted(glob.glob(os.fspath(one_pattern)))))  # noqa: PTH207
         # Each one by itself: of several, a missing file would leave examples out without a word.
         if not found:
-            raise UsageError(f"loop.records({os.fspath(one_pattern)!r}): there is no such file")
+            raise UsageError(
+                f"loop.records({os.fspath(one_pattern)!r}): there is no such file: give the path of one, or a pattern"
+            )
         paths += found
     if not paths:
         raise UsageError("loop.records([]): give the path of at least one file, or a pattern")
