@@ -44,7 +44,7 @@ class EarlyStopping(Patience):
         self.best_step = None
         if self.restore_best and run.best_is_judged:
             raise ValueError(
-                "two EarlyStopping(restore_best=True): only one can say which weights are the result: leave "
+                "two EarlyStopping(restore_best=True): only one says which weights are the result: leave "
                 "restore_best out of the other one"
             )
         run.best_is_judged |= self.restore_best  # else `Checkpoint` would choose the result by its own metric
