@@ -534,7 +534,10 @@ def test_a_state_that_is_no_json_and_a_key_twice_are_refused(quiet):
     ("given", "message"),
     [
         (lambda: [Checkpoint(), Checkpoint()], "two Checkpoints, and each would remove what the other keeps: give one"),
-        (lambda: [EarlyStopping(restore_best=True) for _ in range(2)], "two EarlyStopping.* only one says which .* leave restore_best out"),
+        (
+            lambda: [EarlyStopping(restore_best=True) for _ in range(2)],
+            "two EarlyStopping.* only one says .* leave restore",
+        ),
         (
             lambda: [callbacks.LambdaCallback(setup=lambda run: run.total_steps)],
             "asks in on_setup .* the run's total_steps, .*: ask in on_restore, or later",
