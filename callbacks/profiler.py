@@ -34,6 +34,12 @@ class Profiler(Callback):
         self._last_traced = 0
         self._lines: list[str] = []
 
+    def on_setup(self, run: Run) -> None:
+        # The callback may serve several runs; an attempt of an elastic job may have been cut off within its trace.
+        self._end_trace(run)
+        self._first_traced = self._last_traced = 0
+        self._lines = []
+
     def on_fit_start(self, run: Run) -> None:
         step = run.progress.step
         end = run.total_steps
@@ -47,7 +53,7 @@ class Profiler(Callback):
     def on_steps_end(self, run: Run, metrics: Metrics) -> None:
         if self._first_traced and run.progress.step == self.last:
             self._stop(run)
-        elif run.progress.step == self.first - 1:
+        elif run.progress.step == self.first - 1 and run.progress.step != run.total_steps:
             self._start(run)
 
     def on_profile(self, run: Run, kind: str, entry: JsonObject) -> None:
@@ -55,8 +61,7 @@ class Profiler(Callback):
 
     def on_fit_end(self, run: Run, status: str) -> None:
         # TensorFlow has one profiler in a process: one left running would refuse the next run's.
-        if self._first_traced and not self._last_traced:
-            self._stop(run)
+        self._end_trace(run)
         if run.backend.is_chief and self._lines:
             tell("\n".join(self._lines))
         if self._last_traced:
@@ -74,6 +79,11 @@ class Profiler(Callback):
 
         self._last_traced = run.progress.step
         tf.profiler.experimental.stop()
+
+    def _end_trace(self, run: Run) -> None:
+        """Ends the trace, if it is still going on."""
+        if self._first_traced and not self._last_traced:
+            self._stop(run)
 
     def _say(self, run: Run, text: str) -> None:
         if run.backend.is_chief:

@@ -159,6 +159,18 @@ def test_a_trace_ends_with_the_run_and_a_run_beyond_it_has_none(quiet, capfd):
     tf.profiler.experimental.stop()
 
 
+def test_one_profiler_serves_several_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    profiler = callbacks.Profiler(2, 8)
+    fit(Plain(), steps=10, callbacks=[profiler], run_dir="whole")
+    fit(Plain(), steps=5, callbacks=[profiler], run_dir="short")
+    assert "profile: steps 2 to 5: " in capsys.readouterr().err
+    fit(Plain(), steps=1, callbacks=[profiler], run_dir="before")
+    assert "profile: steps" not in capsys.readouterr().err
+    fit(Plain(), steps=10, callbacks=[profiler], run_dir="again")
+    assert "profile: steps 2 to 8: " in capsys.readouterr().err
+
+
 class Failing(Callback):
     every = 5
 
