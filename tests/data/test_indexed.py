@@ -514,6 +514,19 @@ def test_a_null_of_a_table_is_a_bad_example_without_those_that_are_read_with_it(
         _opened(loop.IndexedData(make({"list": pyarrow.array([[1], None])})))
 
 
+def test_categories_of_pandas_are_their_values(tmp_path):
+    """A null was another category; and a file whose groups of rows have categories of their own was refused."""
+    path = tmp_path / "data.parquet"
+    first = pyarrow.Table.from_pandas(pd.DataFrame({"name": pd.Categorical(["a", None, "b"])}))
+    second = pyarrow.Table.from_pandas(pd.DataFrame({"name": pd.Categorical(["d", "b", "c"])}))
+    with pyarrow.parquet.ParquetWriter(path, first.schema) as writer:
+        writer.write_table(first)
+        writer.write_table(second)
+    for table, expected in ((first, ["a", None, "b"]), (str(path), ["a", None, "b", "d", "b", "c"])):
+        reader = loop.IndexedData(table).reader
+        assert [example["name"] for example in reader.unmapped(np.arange(len(reader)))] == expected
+
+
 @pytest.mark.parametrize("bad", [[0], [0, 1, 2, 3, 17]])
 def test_a_first_example_that_is_bad_is_left_out_like_any_other(bad, quiet):
     """The run stopped, since the first example says what all others are like."""
