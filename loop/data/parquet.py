@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from callbacks.files import hidden_name, replacing
 from loop.data.data_files import cached
 from loop.errors import UsageError
+
+if TYPE_CHECKING:
+    import pyarrow
 
 
 def table_of(path: Path) -> Any:
@@ -37,7 +40,7 @@ def table_of(path: Path) -> Any:
     return pyarrow.ipc.open_file(pyarrow.memory_map(str(target))).read_all()
 
 
-def _without_categories(schema: Any) -> Any:
+def _without_categories(schema: pyarrow.Schema) -> pyarrow.Schema:
     """The schema with the values themselves in place of categories, as pandas calls them."""
     import pyarrow  # late, as above
 
