@@ -294,12 +294,7 @@ def _described(data: Any) -> str:
 
 def _hash(arrays: object) -> str:
     """A hash of arrays in any structure."""
-    hashed = []
-    for leaf in map(np.asarray, tf.nest.flatten(arrays)):
-        if leaf.dtype.hasobject:  # strings: the array's own bytes are addresses
-            leaf = np.frombuffer(repr(leaf.tolist()).encode(), np.uint8)
-        hashed.append(leaf)
-    return fingerprint(*hashed)
+    return fingerprint(*map(np.asarray, tf.nest.flatten(arrays)))
 
 
 def _sampled(data: IndexedData) -> list[object]:
