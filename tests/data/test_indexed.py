@@ -1258,6 +1258,17 @@ def test_sequences_can_be_mapped_mixed_and_made_float64():
         made.close()
 
 
+@pytest.mark.parametrize("lists", [[[1, 2], [], [3]], [["a"], [], ["b", "c"]], [[[1, 2]], [], [[3, 4], [5, 6]]]])
+def test_an_empty_list_is_an_example_of_length_0(lists):
+    """NumPy makes an array of float64 of it, unlike those of the other examples."""
+    for examples in (lists, [{"list": example, "label": 0} for example in lists]):
+        padding = loop.Padding(mask=False)
+        lengths = list(map(len, lists))
+        data = loop.IndexedData(examples, padding=padding, lengths=lengths if examples is lists else {"list": lengths})
+        found = tf.nest.flatten(_opened(data).head(3))[-1].numpy()
+        np.testing.assert_array_equal(found, _opened(loop.ArrayData(lists, padding=padding)).head(3).numpy())
+
+
 def test_a_sequence_that_is_longer_than_its_length_says_is_named():
     data = loop.IndexedData(loop.sequences(np.arange(9), [4, 5]), padding=0, lengths=[4, 3])
     with pytest.raises(UsageError, match="example 1: array 0: length 5, more than lengths"):
