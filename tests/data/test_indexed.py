@@ -453,6 +453,19 @@ def test_take_skip_filter_and_split():
     assert {index // 10 for index in examples(by_person[0])}.isdisjoint(index // 10 for index in examples(by_person[1]))
 
 
+def test_a_part_is_split_by_key_once_more():
+    """No key of the first part had a hash in the second tenth, so that the second split left nothing."""
+    people = np.arange(4000) // 4
+    rest, test = loop.IndexedData(people).split(0.1, key=lambda index: people[index])
+    left = rest.resolve(np.arange(rest.size), 0, 0)
+    train, held_out = rest.split(0.1, key=lambda index: people[left[index]])
+    of_parts = [set(people[part.resolve(np.arange(part.size), 0, 0)]) for part in (train, held_out, test)]
+    assert sum(map(len, of_parts)) == 1000
+    assert 60 < len(of_parts[1]) < 130
+    # The first split is what it has always been.
+    assert test.resolve(np.arange(5), 0, 0).tolist() == [12, 13, 14, 15, 36]
+
+
 def test_a_bad_example_stops_the_run_and_is_named(quiet, tmp_path):
     with pytest.raises(TrainingError, match="example 57 can't be read: ValueError: broken file"):
         _trained(quiet, loop.IndexedData(Items(bad=[57])), run_dir=tmp_path / "run")
