@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import operator
 import os
 import pickle
 import select
@@ -1377,6 +1378,15 @@ def test_a_mixture_has_its_shares_and_uses_all_examples_in_turn():
     of_first = [number for read in epochs for number in read if number < 1000]
     # Five epochs take 200 of the first source: each of its 100 examples exactly twice.
     assert sorted(of_first) == sorted([*range(100)] * 2)
+
+
+def test_each_source_of_a_mixture_has_an_order_of_its_own():
+    """Sources of one size came in the same order, epoch by epoch."""
+    _, [read] = _mixed(1, shuffle=False, sizes=(100, 100))
+    of_first = [number for number in read if number < 1000]
+    of_second = [number - 1000 for number in read if number >= 1000]
+    assert sorted(of_first) == sorted(of_second) == list(range(100))
+    assert sum(map(operator.eq, of_first, of_second)) < 10
 
 
 @settings(max_examples=40, deadline=None)
