@@ -23,7 +23,7 @@ from loop.backends.host_collectives import fingerprint
 from loop.commands.prediction_files import check_names, write
 from loop.commands.prediction_output import OWN_DATA, check_data, check_out, is_own, is_set
 from loop.commands.prediction_parts import Parts, blocks_in_part, owner
-from loop.data import ArrayData, BatchOptions, IndexedData, Source, StreamData, StreamSource, source
+from loop.data import ArrayData, BatchOptions, IndexedData, Source, StreamData, StreamSource, contents, source
 from loop.data.examples import example_seeds
 from loop.errors import TrainingError, UsageError, message_of
 from loop.model.precision import keras_precision
@@ -288,18 +288,8 @@ def _described(data: Any) -> str:
     if isinstance(inputs, StreamData):
         return f"stream {uuid.uuid4()}"  # no other one is known to be the same
     if isinstance(inputs, IndexedData):
-        return f"examples {_hash(_sampled(inputs))}"
-    return f"arrays {_hash(inputs.arrays)}"
-
-
-def _hash(arrays: object) -> str:
-    """A hash of arrays in any structure."""
-    hashed = []
-    for leaf in map(np.asarray, tf.nest.flatten(arrays)):
-        if leaf.dtype.hasobject:  # strings: the array's own bytes are addresses
-            leaf = np.frombuffer(repr(leaf.tolist()).encode(), np.uint8)
-        hashed.append(leaf)
-    return fingerprint(*hashed)
+        return f"examples {fingerprint(*map(np.asarray, tf.nest.flatten(_sampled(inputs))))}"
+    return f"arrays {fingerprint(*contents(inputs, inputs.size))}"
 
 
 def _sampled(data: IndexedData) -> list[object]:

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.data.example_parts import flatten, refuse_masked
+from loop.data.examples import as_array
 from loop.data.joined import Sequences
 from loop.data.padding import FillValues, Padding, as_padding
 from loop.data.sequence_arrays import as_sequences, is_list_of_examples, lengths_of
@@ -120,7 +121,7 @@ def _as_arrays(structure: Structure) -> Structure:
     if _holds_arrays(structure):
         return tuple(map(_as_arrays, structure))
     refuse_masked(structure, "ArrayData: ")
-    return np.asarray(structure)
+    return as_array(structure)
 
 
 def _holds_arrays(structure: Structure) -> bool:
@@ -196,7 +197,7 @@ def _array_or_sequences(given: Given, name: str | int) -> Array:
         one_by_one = is_list_of_examples(given)
     if not one_by_one:
         try:
-            array = np.asarray(given)
+            array = as_array(given)
         except ValueError:  # a list of lists of different lengths
             pass
         else:

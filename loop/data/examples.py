@@ -347,7 +347,9 @@ def leaves_of(example: Example, specs: list[ArraySpec], index: int) -> list[np.n
         raise BadExampleError(f"example {index} has the arrays {names}, the first example {expected}: return the same")
     leaves = []
     for spec, part in zip(specs, parts, strict=True):
-        array = array_of(part, spec.name, index)
+        # NumPy makes up dtype and shape of an empty list.
+        is_empty = spec.padded and isinstance(part, list) and not part
+        array = np.zeros([0, *spec.shape[1:]], spec.dtype) if is_empty else array_of(part, spec.name, index)
         if _batch_dtype(array) != spec.dtype:
             raise BadExampleError(
                 f"example {index}: {spec.label}dtype {array.dtype} instead of {spec.dtype}, which the first example "

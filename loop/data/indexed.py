@@ -90,6 +90,7 @@ class IndexedData:
         self.size = len(self.reader)
         self.wide = False
         self.mixes = False  # whether an index stands for another example in each epoch
+        self._splits = 0  # how many splits have made this part of the data
         self._lengths = lengths
 
         # Of parts and mixtures, which replace them: a part has its examples under other numbers than its source.
@@ -148,8 +149,8 @@ class IndexedData:
 
         Args:
             share: about which share of the examples the second part has, between 0 and 1.
-            key: returns the key of the example at an index, such as the name of a file or a person. Examples of one key
-                are in one part. None: the index is the key.
+            key: returns the key of the example at an index of this data, such as the name of a file or a person.
+                Examples of one key are in one part. None: the index is the key.
 
         Returns:
             The first part, with the rest of the examples, and the second one.
@@ -160,10 +161,13 @@ class IndexedData:
         if key is None:
             scattered = _scattered(np.arange(self.size, dtype=np.uint64))
         else:
-            scattered = np.fromiter(map(_hash, map(key, range(self.size))), np.uint64, self.size)
+            # Hashed anew in each split: all keys that are left have great hashes, or all have small ones.
+            hashes = (_hash(key(index), self._splits) for index in range(self.size))
+            scattered = np.fromiter(hashes, np.uint64, self.size)
         # Each example's own hash decides, and no count of all: so that it stays in its part when others are added.
         held_out = scattered < np.uint64(share * 2.0**64)
-        return self.filter(~held_out), self.filter(held_out)
+        split = self.replaced(_splits=self._splits + 1)
+        return split.filter(~held_out), split.filter(held_out)
 
     def in_float64(self) -> IndexedData:
         """The same examples, with floating-point numbers of 64 bits."""
@@ -339,11 +343,12 @@ def _whole(count: int, what: str) -> int:
     return int(count)
 
 
-def _hash(key: object) -> int:
-    """A hash of a key that is the same in each process, unlike Python's own: 64 bits."""
+def _hash(key: object, number: int) -> int:
+    """A hash of a key that is the same in each process, unlike Python's own: 64 bits; another one for each number."""
     # As the constants of `_scattered`, size and byte order decide in which part of `split` an example is.
     text = key if isinstance(key, bytes) else str(key).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    salt = number.to_bytes(hashlib.blake2b.SALT_SIZE, "little")  # of 0, that of a hash without a salt
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8, salt=salt).digest(), "little")
 
 
 def _scattered(numbers: np.ndarray) -> np.ndarray:

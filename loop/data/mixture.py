@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.data.batch import EVALUATION_EPOCH
-from loop.data.buckets import STREAM
+from loop.data.buckets import shuffled
 from loop.data.examples import MixedReader
 from loop.data.indexed import IndexedData
 from loop.errors import UsageError
@@ -149,9 +149,9 @@ class _Mixture:
             # An order for each of the source's epochs; a stream of its own, so that no two sources are shuffled alike.
             for own_epoch in np.unique(own_epochs).tolist():
                 same = own_epochs == own_epoch
-                stream = own_epoch + (number + 1) * STREAM
-                shuffled = _shuffled(own_positions[same], seed, stream, part.size)
-                ids[rows[same]] = self._firsts[number] + part.resolve(shuffled, own_epoch, seed)
+                with tf.device("CPU:0"):
+                    own = np.asarray(shuffled(own_positions[same], seed, own_epoch, number + 1, part.size))
+                ids[rows[same]] = self._firsts[number] + part.resolve(own, own_epoch, seed)
         return ids
 
     def lengths(self, ids: np.ndarray, name: str | int) -> np.ndarray:
@@ -162,10 +162,3 @@ class _Mixture:
             rows = np.flatnonzero(sources == number)
             lengths[rows] = part.lengths(ids[rows] - self._firsts[number], name)
         return lengths
-
-
-def _shuffled(positions: np.ndarray, seed: int, stream: int, size: int) -> np.ndarray:
-    """Some positions after the permutation of this seed and stream: int64 [n]."""
-    with tf.device("CPU:0"):
-        seeds = np.array([seed, stream], np.int64)
-        return np.asarray(tf.random.experimental.index_shuffle(positions, seed=seeds, max_index=size - 1))

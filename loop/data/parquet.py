@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from callbacks.files import hidden_name, replacing
 from loop.data.data_files import cached
 from loop.errors import UsageError
+
+if TYPE_CHECKING:
+    import pyarrow
 
 
 def table_of(path: Path) -> Any:
@@ -26,13 +29,23 @@ def table_of(path: Path) -> Any:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Several workers may do this at once: each writes a file of its own, and the last one stays.
         try:
-            with (
-                replacing(target, aside=hidden_name(target)) as file,
-                pyarrow.parquet.ParquetFile(path) as parquet,
-                pyarrow.ipc.new_file(file, parquet.schema_arrow) as writer,
-            ):
-                for batch in parquet.iter_batches():  # the file may be larger than memory
-                    writer.write_batch(batch)
+            with pyarrow.parquet.ParquetFile(path) as parquet, replacing(target, aside=hidden_name(target)) as file:
+                schema = _without_categories(parquet.schema_arrow)
+                with pyarrow.ipc.new_file(file, schema) as writer:
+                    for batch in parquet.iter_batches():  # the file may be larger than memory
+                        table = pyarrow.Table.from_batches([batch])
+                        writer.write_table(table if table.schema.equals(schema) else table.cast(schema))
         except pyarrow.ArrowException as error:
             raise UsageError(f"IndexedData({str(path)!r}): it can't be read as a Parquet file ({error})") from None
     return pyarrow.ipc.open_file(pyarrow.memory_map(str(target))).read_all()
+
+
+def _without_categories(schema: pyarrow.Schema) -> pyarrow.Schema:
+    """The schema with the values themselves in place of categories, as pandas calls them."""
+    import pyarrow  # late, as above
+
+    # Each group of rows may have categories of its own, and an Arrow file takes one list of them for all.
+    for number, field in enumerate(schema):
+        if pyarrow.types.is_dictionary(field.type):
+            schema = schema.set(number, field.with_type(field.type.value_type))
+    return schema

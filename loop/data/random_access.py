@@ -300,7 +300,10 @@ def _column(column: Foreign) -> Sequence[Part]:
 
     types = pyarrow.types
     arrow_type = column.type
-    if types.is_list(arrow_type) or types.is_large_list(arrow_type) or types.is_fixed_size_list(arrow_type):
+    if types.is_dictionary(arrow_type):
+        # Such as categories of pandas, of which `to_numpy` makes a null one of the others.
+        return _column(column.cast(arrow_type.value_type))
+    if any(is_of_lists(arrow_type) for is_of_lists in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
         # `to_pylist` would make Python's numbers, which have lost their dtype.
         return [value.values.to_numpy(zero_copy_only=False) if value.is_valid else None for value in column]
     if types.is_string(arrow_type) or types.is_large_string(arrow_type) or types.is_binary(arrow_type):

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.data.example_parts import refuse_masked
+from loop.data.examples import as_array
 from loop.data.joined import Sequences
 from loop.errors import UsageError
 
@@ -38,7 +39,7 @@ def as_sequences(given: Given, name: str | int, axes: int = 1) -> Sequences:
     for example in given:
         refuse_masked(example, f"ArrayData: array {name!r}: ")
     try:
-        examples = list(map(np.asarray, given))
+        examples = list(map(as_array, given))
     except ValueError:
         raise UsageError(
             f"ArrayData: array {name!r} has an example whose own parts have different lengths: make each example an "

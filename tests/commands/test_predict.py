@@ -409,10 +409,11 @@ def test_an_error_of_the_task_is_not_blamed_on_the_run(quiet, tmp_path):
         ([[0.0], [1.0]], [[2.0], [1.0]]),
         (np.array(["a", "b"], object), np.array(["c", "d"], object)),
         (np.zeros(2), np.ones(2)),
+        (ArrayData([[1, 2], [3]], padding=0), ArrayData([[1], [2, 3]], padding=0)),
         (loop.IndexedData(np.arange(100.0)), loop.IndexedData(np.arange(100.0)[::-1])),
         (loop.IndexedData([{"a": "x"}, {"a": "y"}]), loop.IndexedData([{"a": "x"}, {"a": "z"}])),
     ],
-    ids=["list", "strings", "array", "indexed", "indexed strings"],
+    ids=["list", "strings", "array", "different lengths", "indexed", "indexed strings"],
 )
 def test_other_inputs_are_told_from_those_that_parts_were_made_of(one, other):
     assert _described(one) == _described(copy.deepcopy(one)) != _described(other)

@@ -99,7 +99,22 @@ class Recurrent(Unweighted):
         return {"loss": tf.reduce_sum((found - batch[1]) ** 2, -1), "squared": (batch[1], found)}
 
 
-@pytest.mark.parametrize("task", [Dropped, Streaming, Weighted, Adversarial, LegacyDropped, Recurrent])
+class Texts(Unweighted):
+    """Inputs as texts, which are other objects of Python each time that the data is made."""
+
+    def train_data(self):
+        inputs, labels, _ = regression(self.examples)
+        texts = [" ".join(map(repr, row.tolist())) for row in inputs]
+        return ArrayData(texts, labels)
+
+    eval_data = train_data
+
+    def compute(self, model, batch, training):
+        numbers = tf.strings.to_number(tf.strings.split(batch[0]).to_tensor(shape=[None, 5]), batch[1].dtype)
+        return super().compute(model, (numbers, batch[1]), training)
+
+
+@pytest.mark.parametrize("task", [Dropped, Streaming, Weighted, Adversarial, LegacyDropped, Recurrent, Texts])
 def test_good_tasks_pass(task):
     report = verify(task(), batch_size=8, replicas=(3,))
     assert report.same, [line for line, _ in lines(report)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import operator
 import os
 import pickle
 import select
@@ -453,6 +454,19 @@ def test_take_skip_filter_and_split():
     assert {index // 10 for index in examples(by_person[0])}.isdisjoint(index // 10 for index in examples(by_person[1]))
 
 
+def test_a_part_is_split_by_key_once_more():
+    """No key of the first part had a hash in the second tenth, so that the second split left nothing."""
+    people = np.arange(4000) // 4
+    rest, test = loop.IndexedData(people).split(0.1, key=lambda index: people[index])
+    left = rest.resolve(np.arange(rest.size), 0, 0)
+    train, held_out = rest.split(0.1, key=lambda index: people[left[index]])
+    of_parts = [set(people[part.resolve(np.arange(part.size), 0, 0)]) for part in (train, held_out, test)]
+    assert sum(map(len, of_parts)) == 1000
+    assert 60 < len(of_parts[1]) < 130
+    # The first split is what it has always been.
+    assert test.resolve(np.arange(5), 0, 0).tolist() == [12, 13, 14, 15, 36]
+
+
 def test_a_bad_example_stops_the_run_and_is_named(quiet, tmp_path):
     with pytest.raises(TrainingError, match="example 57 can't be read: ValueError: broken file"):
         _trained(quiet, loop.IndexedData(Items(bad=[57])), run_dir=tmp_path / "run")
@@ -512,6 +526,19 @@ def test_a_null_of_a_table_is_a_bad_example_without_those_that_are_read_with_it(
     # Of a list that isn't there, too.
     with pytest.raises(UsageError, match="example 1: array 'list': None instead of an array"):
         _opened(loop.IndexedData(make({"list": pyarrow.array([[1], None])})))
+
+
+def test_categories_of_pandas_are_their_values(tmp_path):
+    """A null was another category; and a file whose groups of rows have categories of their own was refused."""
+    path = tmp_path / "data.parquet"
+    first = pyarrow.Table.from_pandas(pd.DataFrame({"name": pd.Categorical(["a", None, "b"])}))
+    second = pyarrow.Table.from_pandas(pd.DataFrame({"name": pd.Categorical(["d", "b", "c"])}))
+    with pyarrow.parquet.ParquetWriter(path, first.schema) as writer:
+        writer.write_table(first)
+        writer.write_table(second)
+    for table, expected in ((first, ["a", None, "b"]), (str(path), ["a", None, "b", "d", "b", "c"])):
+        reader = loop.IndexedData(table).reader
+        assert [example["name"] for example in reader.unmapped(np.arange(len(reader)))] == expected
 
 
 @pytest.mark.parametrize("bad", [[0], [0, 1, 2, 3, 17]])
@@ -1245,6 +1272,17 @@ def test_sequences_can_be_mapped_mixed_and_made_float64():
         made.close()
 
 
+@pytest.mark.parametrize("lists", [[[1, 2], [], [3]], [["a"], [], ["b", "c"]], [[[1, 2]], [], [[3, 4], [5, 6]]]])
+def test_an_empty_list_is_an_example_of_length_0(lists):
+    """NumPy makes an array of float64 of it, unlike those of the other examples."""
+    for examples in (lists, [{"list": example, "label": 0} for example in lists]):
+        padding = loop.Padding(mask=False)
+        lengths = list(map(len, lists))
+        data = loop.IndexedData(examples, padding=padding, lengths=lengths if examples is lists else {"list": lengths})
+        found = tf.nest.flatten(_opened(data).head(3))[-1].numpy()
+        np.testing.assert_array_equal(found, _opened(loop.ArrayData(lists, padding=padding)).head(3).numpy())
+
+
 def test_a_sequence_that_is_longer_than_its_length_says_is_named():
     data = loop.IndexedData(loop.sequences(np.arange(9), [4, 5]), padding=0, lengths=[4, 3])
     with pytest.raises(UsageError, match="example 1: array 0: length 5, more than lengths"):
@@ -1340,6 +1378,15 @@ def test_a_mixture_has_its_shares_and_uses_all_examples_in_turn():
     of_first = [number for read in epochs for number in read if number < 1000]
     # Five epochs take 200 of the first source: each of its 100 examples exactly twice.
     assert sorted(of_first) == sorted([*range(100)] * 2)
+
+
+def test_each_source_of_a_mixture_has_an_order_of_its_own():
+    """Sources of one size came in the same order, epoch by epoch."""
+    _, [read] = _mixed(1, shuffle=False, sizes=(100, 100))
+    of_first = [number for number in read if number < 1000]
+    of_second = [number - 1000 for number in read if number >= 1000]
+    assert sorted(of_first) == sorted(of_second) == list(range(100))
+    assert sum(map(operator.eq, of_first, of_second)) < 10
 
 
 @settings(max_examples=40, deadline=None)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from loop import ArrayData, Padding, StreamData, TrainTask, UsageError, fit
 from loop.backends import create
 from loop.data import BatchOptions, count, first, in_float64, open_data, part, source
+from loop.data.buckets import LengthBuckets
 from loop.options import with_defaults
 from loop.run.serving import served_by
 from loop.step.build import build
@@ -103,6 +104,15 @@ def test_order_of_buckets_is_a_pure_function_that_changes_with_seed_and_epoch():
     opened = source(data, BatchOptions(4, 1, shuffle=True), "data")
     left = {tuple(read(opened, epoch, 12).index.numpy()) for epoch in range(9)}
     assert len(left) > 4  # the short last batch has others each time
+
+
+def test_each_bucket_has_an_order_of_its_own():
+    """Buckets of one size were permuted alike, with the permutation of the batches and that of arrays."""
+    lengths = np.arange(1, 1601)
+    buckets = LengthBuckets(lengths, BatchOptions(25, shuffle=True), 4)
+    batches = [buckets.batch(tf.constant(0, tf.int64), tf.constant(step, tf.int64)).numpy() for step in range(64)]
+    ranks = {tuple(sorted(batch % 400)) for batch in batches}
+    assert len(ranks) == 64  # each bucket of 400 examples had the same 16 batches
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

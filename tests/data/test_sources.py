@@ -9,7 +9,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loop import ArrayData, UsageError
+from loop import ArrayData, Padding, UsageError
 from loop.backends.base import Backend
 from loop.backends.devices import logical_cpus
 from loop.data import BatchOptions, StreamSource, count, first, source
@@ -101,6 +101,21 @@ def test_dicts_may_stand_in_place_of_arrays():
     np.testing.assert_array_equal(inputs["left"], expected["left"])
     np.testing.assert_array_equal(inputs["more"]["right"], expected["right"])
     np.testing.assert_array_equal(label, expected["label"])
+
+
+def test_texts_in_lists_keep_the_zero_bytes_at_their_end():
+    """NumPy's own types for text drop them: records of protobuf lost their last fields."""
+    records = [b"\x08\x00", b"\xff", b""]
+    padded = ArrayData([records, records[:1]], padding=Padding(mask=False))
+    for data, expected in (
+        (ArrayData(records), records),
+        (ArrayData.of((records, records)), records),
+        (ArrayData({"record": records}, np.zeros(3)), records),
+        (ArrayData([text.decode("latin-1") for text in records[::2]]), [b"\x08\x00", b""]),
+        (padded, [records, [*records[:1], b"", b""]]),
+    ):
+        head = source(data, BatchOptions(2), "train_data()").head(3)
+        assert tf.nest.flatten(head)[0].numpy().tolist() == expected
 
 
 def test_a_batch_is_copied_to_the_device_that_computes():
