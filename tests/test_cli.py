@@ -383,9 +383,11 @@ def test_tune_writes_what_train_takes(command, tmp_path, monkeypatch):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "base.toml").write_text("prefetch = 3\nbatch-size = 20\nepochs = 9\n")
+    (tmp_path / "tags.toml").write_text('tag = ["for=train"]\nlog-model = true\n')  # trials aren't tracked
     arguments = ["mine.py:Streamed", "--config", "base.toml"]
     code, out, err = command(
-        "tune", *arguments, "--only", "steps-per-call", "--rounds", 1, "--seconds", 0.3, "--json"
+        "tune", *arguments, "--config", "tags.toml", "--only", "steps-per-call",
+        "--rounds", 1, "--seconds", 0.3, "--json",
     )  # fmt: skip
     assert code == 0, err
     assert err.splitlines() == ["as it is", "steps-per-call 1"]

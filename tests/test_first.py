@@ -156,6 +156,23 @@ class Dicts(Unweighted):
 
     def compute(self, model, batch, training):
         return {"loss": (tf.cast(model(batch["in"]["x"], training=training), "float32") - batch["out"])[:, 0] ** 2}
+
+class Pair(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, inputs, training=False):
+        return self.dense(inputs), None, {"rows": tf.RaggedTensor.from_row_splits(inputs, [0, tf.shape(inputs)[0]])}
+
+class Pairs(Unweighted):
+    def build_model(self):
+        model = Pair()
+        model(tf.zeros([1, 5]))
+        return model
+
+    def compute(self, model, batch, training):
+        return {"loss": (model(batch[0], training=training)[0] - batch[1])[:, 0] ** 2}
 """
 
 
@@ -218,6 +235,13 @@ def test_a_dry_run_of_a_stream_of_dicts_with_two_optimizers(dry):
     assert [(each["name"], each["rate"]) for each in found["learning_rates"]] == [("one", 0.5), ("two", 0.125)]
     assert (found["steps_per_epoch"], found["total_steps"], found["steps"]) == (None, 1, 1)
     assert set(found["metrics"]) == {"loss"}
+
+
+def test_a_dry_run_of_a_model_whose_outputs_are_not_all_tensors(dry):
+    assert dry("mine.py:Pairs")["outputs"] == [
+        {"name": "", "dtype": "float32", "shape": [32, 1]},
+        {"name": "rows", "dtype": "float32", "shape": [1, None, 5]},
+    ]
 
 
 # overfit

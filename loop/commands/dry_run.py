@@ -164,8 +164,11 @@ def _shapes(value: Tensors, example: Batch, size: int, name: str = "") -> list[J
         parts = [(f"{name}/{key}".lstrip("/"), part) for key, part in value.items()]
     elif isinstance(value, list | tuple):
         parts = [(name, part) for part in value]
+    elif not hasattr(value, "dtype"):  # a model may return None beside tensors, or an object of its own
+        return []
     else:
-        shape = list(map(int, getattr(value, "shape", ())))
+        # The length of a ragged axis is None.
+        shape = [length if length is None else int(length) for length in getattr(value, "shape", ())]
         # The example has a few rows alone. An axis that is as long is taken for the batch.
         if shape and shape[0] == int(count(example)):
             shape[0] = size

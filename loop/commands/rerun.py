@@ -48,13 +48,13 @@ class Rerun(NamedTuple):
         return not self.differing and self.steps[0] == self.steps[1]
 
 
-def arguments(record: Record, options: Mapping[str, Option], changed: object = None) -> list[str]:
+def arguments(record: Record, options: Mapping[str, Option], about: Mapping[str, object]) -> list[str]:
     """The options of `tfloop train` with which a run is made again.
 
     Args:
         record: of the run.
         options: those that can be typed, by their long names without dashes.
-        changed: the names of the fields that weren't at their defaults, as the run has recorded them; None: it has not.
+        about: its `run.json`.
 
     Raises:
         UsageError: the run isn't one that has the same bits twice.
@@ -65,15 +65,29 @@ def arguments(record: Record, options: Mapping[str, Option], changed: object = N
     parallel = record.replicas if record.backend in _DEVICES else record.workers
     if (parallel or 1) > 1:
         typed.append(f"--workers={parallel}")
-    for name, value in record.options.items():
+    threads = record.machine.get("intra_op_threads")  # no option of `fit`; 0: TensorFlow decides
+    if threads:
+        typed.append(f"--threads={threads}")
+    recorded = dict(record.options)
+    # Only one length can be typed; and none for phases, which have theirs.
+    if about.get("phases"):
+        recorded["steps"] = None
+    if about.get("phases") or recorded.get("steps") is not None:
+        recorded["epochs"] = None
+    for name, value in recorded.items():
         flag = name.replace("_", "-")
         if name not in _UNUSED and value is not None and flag in options:
             typed += _typed(flag, value, options[flag])
-    return [*typed, *_typed_fields(record, changed)]
+    return [*typed, *_typed_fields(record, about.get("changed"))]
 
 
 def _typed_fields(record: Record, changed: object) -> Iterator[str]:
-    """The words of a command line for the fields of a run's task."""
+    """The words of a command line for the fields of a run's task.
+
+    Args:
+        record: of the run.
+        changed: the names of the fields that weren't at their defaults, as the run has recorded them; None: it has not.
+    """
     for name, value in record.hyperparameters.items():
         # Whether None or a list can be typed depends on the field's type; a default needn't be.
         if isinstance(changed, list) and name not in changed and isinstance(value, list | dict | None):
@@ -99,7 +113,7 @@ def _typed(flag: str, value: object, option: Option) -> list[str]:
 
 def _check(record: Record) -> None:
     """Refuses a run that can't be made again with the same bits."""
-    if record.status != "finished":
+    if record.status not in ("finished", "stopped"):  # a callback of the task stops it again at the same step
         raise UsageError(f"{record.path} is {record.status or 'no run'}, and not finished: let it end first")
     if record.backend == "parameter_server":
         raise UsageError(f"{record.path}: parameter_server trains asynchronously, so no two runs have the same bits")

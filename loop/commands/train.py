@@ -77,7 +77,7 @@ def _train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
     with_defaults(None, given)
     every = command_line.schedule(typed.checkpoint_every)
     beside = command_line.evaluates_beside(typed.eval_beside, typed.eval_every)
-    tracker = tracking.tracker(typed.track, typed.track_wait, typed.tag or [], typed.log_model, typed.register)
+    tracker = _tracker(typed)
     task_loader.check(typed.target_)
     _check(typed)
     place = read_place(typed)
@@ -98,6 +98,14 @@ def _train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
     elif fields is not None and fields["status"] == "preempted" and not typed_callbacks.of_commands(typed.callback):
         _tell_how_to_go_on(typed, arguments, fields)
     return code, problem, fields
+
+
+def _tracker(typed: SimpleNamespace) -> callbacks.MLflowTracker | None:
+    """What follows the run; None: nothing does."""
+    # A command that trains without MLflow has the user's files, in which tags may stand for other trainings.
+    if typed.track == "off" and typed_callbacks.of_commands(typed.callback):
+        return None
+    return tracking.tracker(typed.track, typed.track_wait, typed.tag or [], typed.log_model, typed.register)
 
 
 def _needs_launch(place: Place) -> bool:

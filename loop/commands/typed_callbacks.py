@@ -15,8 +15,9 @@ import callbacks
 from callbacks.nearest import nearest
 from loop.errors import UsageError
 
-_OF_COMMANDS = re.compile(r"[\w.]+:\w+(=.*)?", re.DOTALL)
+_OF_COMMANDS = re.compile(r"(callbacks|loop|benchmarks)\.[\w.]+:\w+(=.*)?", re.DOTALL)
 """The form in which a command adds a callback to the trainings it starts: see `command_line.callback_option`."""
+_OF_A_MODULE = re.compile(r"[\w./-]+:\w+")  # the form of a TARGET, in which a user may type a callback of their own
 _REFUSED = {
     "FromKeras": "takes an object of Keras",
     "LambdaCallback": "takes functions",
@@ -66,6 +67,11 @@ def _made_by_command(text: str) -> callbacks.Callback:
 
 def _made(text: str) -> callbacks.Callback:
     """The callback of a text that a user has typed."""
+    if _OF_A_MODULE.match(text):
+        raise UsageError(
+            f"--callback {text:.100}: tfloop's own callbacks can be typed, and no others: return it from the task's "
+            "build_callbacks()"
+        )
     name, positional, named = _parsed(text)
     if name in _REFUSED:
         raise UsageError(f"--callback {name}: it {_REFUSED[name]}: return it from the task's build_callbacks()")

@@ -113,6 +113,33 @@ def test_rerun_has_the_same_bits_and_says_what_has_changed(project, command):
     assert report["differing"]
 
 
+@pytest.mark.parametrize("length", ["steps", "phases", "stopped"])
+def test_a_run_is_made_again_with_its_length_and_threads(project, command, length):
+    more = {
+        "steps": "",
+        "phases": """
+    def phases(self):
+        return [Phase("one", epochs=1), Phase("two", steps=2)]
+""",
+        "stopped": """
+    def build_callbacks(self):
+        return [LambdaCallback(epoch_end=lambda run, metrics: run.stop("enough"))]
+""",
+    }
+    text = TASK.replace("import ArrayData,", "import ArrayData, Phase,") + more[length]
+    (project / "line.py").write_text("from callbacks import LambdaCallback\n" + text)
+    options = {"steps": ["--steps", 3], "phases": [], "stopped": ["--epochs", 3]}[length]
+    trained = command("train", "line.py:Line", "--track", "off", "--run-dir", "a", *options)
+    assert trained[0] == 0, trained
+    # As `--threads 1` does, which can't be set any more in this process.
+    about = json.loads((project / "a" / "run.json").read_text())
+    about["machine"]["intra_op_threads"] = 1
+    (project / "a" / "run.json").write_text(json.dumps(about))
+    code, shown, said = command("rerun", "a", "--run-dir", "again")
+    assert (code, "the same weights to the bit" in shown) == (0, True), said
+    assert read(project / "again").machine["intra_op_threads"] == 1
+
+
 def test_a_run_with_fields_that_cannot_be_typed_is_made_again(project, command):
     fields = """    rates: tuple[float, ...] = (0.1, 0.2)
     data: str = None

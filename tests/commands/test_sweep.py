@@ -263,6 +263,12 @@ def test_bad_input_is_one_line_before_anything_starts(command, arguments, messag
     assert not Path("runs").exists()
 
 
+def test_an_example_is_meant_also_where_a_directory_has_its_name(command):
+    Path("digits").mkdir()
+    code, _, err = command("sweep", "digits", "--grid", "hiden=8,16")
+    assert (code, "--grid hiden=8: Digits has no field 'hiden'" in err) == (2, True), err
+
+
 def test_a_sweep_goes_on_by_its_directory(command, trial):
     arguments = ["sweep", "mine.py:Mine", "--grid=hidden=2,3", "--random=rate=0.1..0.5", "--track=off", "--seed=3"]
     code, out, err = command(*arguments, "--trials=2", "--json")

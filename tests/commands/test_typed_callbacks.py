@@ -25,6 +25,8 @@ from loop.errors import UsageError
         ("LambdaCallback()", "return it from the task's build_callbacks()"),
         ("Callback", "tfloop has no callback of this name"),
         ("Early Stopping", "it can't be read"),
+        ("mine.py:Printer", "--callback mine.py:Printer: tfloop's own callbacks can be typed, and no others: "),
+        ("string:Formatter", "return it from the task's build_callbacks()"),
         ("(" * 3000, "it can't be read"),
         ("EarlyStopping(" + "-" * 1500 + "1)", "--callback EarlyStopping("),
     ],

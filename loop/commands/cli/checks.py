@@ -122,7 +122,7 @@ def rerun(
     runs.refuse_sweep(path)
     record = read(path)
     about = read_about(path)
-    options = rerun_.arguments(record, train_options(), about.get("changed"))
+    options = rerun_.arguments(record, train_options(), about)
     # A target runs code: one that only the directory names is taken if this user trained there, or trusts it.
     target = known_target(path, about.get("target"), task_target, trust)
     task_loader.check(target)

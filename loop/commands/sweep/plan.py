@@ -21,6 +21,7 @@ from loop.commands import command_line, config
 from loop.errors import UsageError
 from loop.run import trust
 from loop.target.fields import Value, set_fields, split
+from loop.target.task_loader import SHIPPED
 
 SAMPLERS = ("tpe", "random")
 PRUNERS = ("none", "median")
@@ -179,6 +180,8 @@ def direction(metric: str, asked: str | None) -> str:
 
 def is_directory(target: str) -> bool:
     """Whether the TARGET that was typed is a directory, whose sweep is to be continued."""
+    if target in SHIPPED:  # as for `train`, whatever lies here under this name
+        return False
     with contextlib.suppress(OSError, ValueError):  # such as a text that is too long for a name
         return Path(target).is_dir()
     return False
