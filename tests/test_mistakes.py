@@ -221,3 +221,26 @@ def test_a_method_may_take_its_arguments_in_any_way(quiet):
 
     for task in (AnyArguments(), Wrapped(), Static()):
         assert "loss" in fit(task, callbacks=quiet()).metrics
+
+
+def test_a_step_may_call_compute_with_its_defaults_and_arguments_of_its_own(quiet):
+    class Scaled(Task):
+        arguments = {"scale": 2.0}
+
+        def compute(self, model, batch, training=True, scale=1.0):
+            values = super().compute(model, batch, training)
+            return {"loss": scale * values["loss"]}
+
+        def train_step(self, model, step):
+            step.minimize(lambda batch: self.compute(model, batch, **self.arguments))
+
+    assert "loss" in fit(Scaled(), callbacks=quiet()).metrics
+
+    class Wide(Scaled):
+        arguments = {"training": True}
+
+        def build_model(self):
+            return keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+
+    with pytest.raises(UsageError, match=r"the model takes inputs of shape \[5\]"):
+        fit(Wide(), callbacks=quiet())

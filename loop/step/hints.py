@@ -65,20 +65,22 @@ class _Watch:
 
     def __init__(self, task: TrainTask) -> None:
         self._task = task
-        self._compute = task.compute
+        self._compute: Callable[..., Values] = task.compute
         self._calls = 0
         self._changes: dict[str, int] = {}
 
-    def compute(self, model: Model, batch: Batch, training: bool) -> Values:
+    def compute(self, *arguments: object, **named: object) -> Values:
         """Takes the place of the task's `compute`."""
+        # Any arguments: the task may call its own `compute`, which may have defaults and more parameters.
         # A shallow copy: it shows which attributes were assigned, but not what was changed in place.
         before = dict(vars(self._task))
         self._calls += 1
         try:
-            return self._compute(model, batch, training=training)
+            return self._compute(*arguments, **named)
         except ERRORS as error:
             problem = explained(error)
             if problem is None and is_about_shapes(error):
+                model, batch = inspect.signature(self._compute).bind(*arguments, **named).args[:2]
                 problem = UsageError(shapes_hint(model, batch, error))
             if problem is None:
                 raise
