@@ -70,6 +70,8 @@ class ReaderProcess:
             )  # fmt: skip
         self._requests = os.fdopen(requests, "wb")
         self._answers = os.fdopen(answers, "rb")
+        self._poll = select.poll()  # `select` takes no descriptor from 1024 on
+        self._poll.register(self._answers, select.POLLIN)
         self._ready = False
         with contextlib.suppress(BrokenPipeError):  # `read` says that it has ended
             self._requests.write(len(payload).to_bytes(8) + payload)
@@ -78,7 +80,7 @@ class ReaderProcess:
     @property
     def ready(self) -> bool:
         """Whether it has imported what it needs; it may also have ended."""
-        if not self._ready and select.select([self._answers], [], [], 0)[0]:
+        if not self._ready and self._poll.poll(0):
             self._ready = self._answer() == _READY
         return self._ready
 

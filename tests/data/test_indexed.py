@@ -7,7 +7,6 @@ import dataclasses
 import gc
 import os
 import pickle
-import select
 import signal
 import subprocess
 import sys
@@ -1279,7 +1278,7 @@ def test_a_process_reads_on_when_its_whole_group_is_told_to_stop():
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # while it starts
             process._process.send_signal(number)
-        select.select([process._answers], [], [])
+        process._poll.poll()
         assert process.ready
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # when it reads
             process._process.send_signal(number)
@@ -1288,6 +1287,18 @@ def test_a_process_reads_on_when_its_whole_group_is_told_to_stop():
     finally:
         process.close()
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])  # here they are heard
+
+
+def test_a_process_reads_for_a_training_with_many_open_files(many_open_files):
+    reader = loop.IndexedData(INPUTS).reader
+    process = reader_process.ReaderProcess(reader_process.pickled(reader, []), 0)
+    try:
+        process._poll.poll()
+        assert process.ready
+        [found] = process.read(np.array([3, 1]), np.zeros([2, 2], np.int64))
+        np.testing.assert_array_equal(found, INPUTS[[3, 1]])
+    finally:
+        process.close()
 
 
 @pytest.mark.parametrize("sent", [4, 30, None])
