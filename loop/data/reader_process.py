@@ -53,7 +53,8 @@ class ReaderProcess:
         answers, child_writes = os.pipe()
         passed = (child_reads, child_writes, self._memory)
         start = f"from loop.data.reader_process import serve; serve{passed}"
-        path = os.pathsep.join(filter(None, sys.path))
+        # The empty entry of a prompt or a notebook is the working directory, which PYTHONPATH needs by name.
+        path = os.pathsep.join(entry or os.curdir for entry in sys.path)
         with contextlib.ExitStack() as opened:
             # The child's ends are closed here in any case: only then does a pipe end when the child has ended.
             opened.callback(os.close, child_reads)

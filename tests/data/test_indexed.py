@@ -1301,6 +1301,21 @@ def test_a_process_reads_for_a_training_with_many_open_files(many_open_files):
         process.close()
 
 
+def _with_neighbor(example):
+    import neighbor
+
+    return example + neighbor.ADDED
+
+
+def test_a_process_imports_from_the_working_directory_as_a_prompt_does():
+    Path("neighbor.py").write_text("ADDED = 1\n")
+    sys.path.insert(0, "")
+    made, read = _read_by(1, lambda readers: loop.IndexedData(INPUTS, map=_with_neighbor, readers=readers))
+    made.close()
+    for index, found in read:
+        np.testing.assert_array_equal(found, INPUTS[index] + 1)
+
+
 @pytest.mark.parametrize("sent", [4, 30, None])
 def test_a_process_whose_training_is_killed_ends_without_a_word(sent):
     payload = reader_process.pickled(loop.IndexedData(INPUTS).reader, [])
