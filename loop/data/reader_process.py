@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import operator
 import os
@@ -17,7 +18,7 @@ import traceback
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import IO, Any
 
 import numpy as np
@@ -221,6 +222,7 @@ def _shared_file() -> int:
 
 def serve(requests: int, answers: int, memory: int) -> None:
     """Answers requests until their pipe ends, as it does when the training ends."""
+    _ignore_stops()
     with (
         contextlib.suppress(BrokenPipeError),  # first: closing the pipe writes what is left of an answer once more
         os.fdopen(requests, "rb") as asked,
@@ -245,6 +247,38 @@ def serve(requests: int, answers: int, memory: int) -> None:
             data = pickle.dumps(_stacked(read), protocol=5, buffer_callback=buffers.append)
             sizes = shared.put([buffer.raw() for buffer in buffers])
             _send(answering, (data, sizes))
+
+
+def _ignore_stops() -> None:
+    """Lets the signals that stop a run pass, but not in processes that the map starts.
+
+    They have been blocked since this process began. A process that the map starts would have them blocked, too, or
+    would ignore them if this one did: then it doesn't end when the map terminates it, and the map waits forever.
+    """
+    before = {}
+    for number in STOPS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under `nohup`, which is for what the map starts, too
+            before[number] = signal.signal(number, _pass)  # no handler of Python's comes into a started program
+            signal.siginterrupt(number, False)  # libraries of C are to read on
+    unblock = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOPS)
+    # A fork, such as a process of a pool, would have the handlers. Blocked meanwhile: no signal for it is lost.
+    os.register_at_fork(
+        before=functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, STOPS),
+        after_in_parent=unblock,
+        after_in_child=functools.partial(_restore, before),
+    )
+    unblock()
+
+
+def _pass(number: int, frame: FrameType | None) -> None:
+    """A handler that does nothing."""
+
+
+def _restore(handlers: dict[signal.Signals, Any]) -> None:
+    """In a fork: the signals as they are in any process."""
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
 
 
 def _send(answers: IO[bytes], answer: Any) -> None:

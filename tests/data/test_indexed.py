@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import multiprocessing
 import os
 import pickle
 import signal
@@ -36,7 +37,7 @@ from loop.commands.replay import replay
 from loop.data import BatchOptions, host_reader, mapped_memory, random_access, read_ahead, reader_process, source
 from loop.data.batch import EVALUATION_EPOCH
 from loop.data.batch_layout import BatchLayout
-from loop.data.examples import checked
+from loop.data.examples import checked, specs_of
 from loop.data.graph_ahead import GraphReadAhead
 from loop.data.parts import first
 from loop.data.pending_batches import PendingBatches, Position
@@ -1297,6 +1298,33 @@ def test_a_process_reads_for_a_training_with_many_open_files(many_open_files):
         assert process.ready
         [found] = process.read(np.array([3, 1]), np.zeros([2, 2], np.int64))
         np.testing.assert_array_equal(found, INPUTS[[3, 1]])
+    finally:
+        process.close()
+
+
+def _with_programs(example):
+    """How a program and a fork end that are terminated, or 0 where they don't."""
+    program = subprocess.Popen(["sleep", "600"])
+    fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=[600])
+    fork.start()
+    ends = []
+    for process, wait, code in ((program, program.wait, "returncode"), (fork, fork.join, "exitcode")):
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            wait(timeout=30)
+        ends.append(getattr(process, code) or 0)
+        process.kill()
+    return np.array(ends)
+
+
+def test_what_a_map_starts_in_a_process_can_be_terminated():
+    data = loop.IndexedData(INPUTS, map=_with_programs)
+    process = reader_process.ReaderProcess(reader_process.pickled(data.reader, specs_of(np.zeros(2, int), 0)), 0)
+    try:
+        process._poll.poll()
+        assert process.ready
+        [found] = process.read(np.array([0]), np.zeros([1, 2], np.int64))
+        assert found.tolist() == [[-signal.SIGTERM, -signal.SIGTERM]]
     finally:
         process.close()
 
