@@ -98,8 +98,9 @@ class StreamSource:
         """The first few examples, as a batch; a batch without rows if the stream is empty."""
         with tf.init_scope():  # to get values also while a graph is traced
             options = tf.data.Options()
-            # Reading ahead would draw an unknown number of seeds from a data set that shuffles.
-            options.experimental_optimization.inject_prefetch = False
+            # Reading ahead, which these add, would draw an unknown number of seeds from a data set that shuffles, and of
+            # random numbers from a generator in a map.
+            options.experimental_optimization.apply_default_optimizations = False
             few = batches(self.dataset, self._padded, 3, bucketed=False).with_options(options)
             try:
                 return next(iter(few), no_rows(few.element_spec))
