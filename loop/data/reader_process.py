@@ -261,24 +261,23 @@ def _ignore_stops() -> None:
             before[number] = signal.signal(number, _pass)  # no handler of Python's comes into a started program
             signal.siginterrupt(number, False)  # libraries of C are to read on
     unblock = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOPS)
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        unblock()
+
     # A fork, such as a process of a pool, would have the handlers. Blocked meanwhile: no signal for it is lost.
     os.register_at_fork(
         before=functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, STOPS),
         after_in_parent=unblock,
-        after_in_child=functools.partial(_restore, before),
+        after_in_child=restore,
     )
     unblock()
 
 
 def _pass(number: int, frame: FrameType | None) -> None:
     """A handler that does nothing."""
-
-
-def _restore(handlers: dict[signal.Signals, Any]) -> None:
-    """In a fork: the signals as they are in any process."""
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
 
 
 def _send(answers: IO[bytes], answer: Any) -> None:
