@@ -150,6 +150,8 @@ def test_what_examples_of_different_lengths_may_be():
     np.testing.assert_array_equal(tf.reduce_sum(named["b"], -1), 3 * tf.cast(named["b_mask"], tf.float32))
     assert tf.reduce_sum(tf.cast(named["b_mask"], tf.int32), [1, 2]).numpy().tolist() == [6, 4, 1, 4]
     assert batch(words, values="-")[0].numpy().tolist()[2] == [b"-", b"-", b"-"]
+    encoded = batch([["ä".encode(), b"b"], [b"\xff"]], values="ö")[0]
+    assert encoded.numpy().tolist() == [["ä".encode(), b"b"], [b"\xff", "ö".encode()]]
     assert batch(words, mask=False).shape == (4, 3)
     alike = ArrayData([[1, 2], [3, 4]], padding=0)  # by chance
     assert [each.shape for each in source(alike, BatchOptions(2), "data").head(2)] == [(2, 2), (2, 2)]
