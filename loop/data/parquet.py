@@ -23,16 +23,35 @@ def table_of(path: Path) -> Any:
 
     target = cached("parquet", path)
     if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
         # Several workers may do this at once: each writes a file of its own, and the last one stays.
         try:
-            with (
-                replacing(target, aside=hidden_name(target)) as file,
-                pyarrow.parquet.ParquetFile(path) as parquet,
-                pyarrow.ipc.new_file(file, parquet.schema_arrow) as writer,
-            ):
-                for batch in parquet.iter_batches():  # the file may be larger than memory
-                    writer.write_batch(batch)
+            with pyarrow.parquet.ParquetFile(path) as parquet:
+                _write(parquet, target)
         except pyarrow.ArrowException as error:
             raise UsageError(f"IndexedData({str(path)!r}): it can't be read as a Parquet file ({error})") from None
     return pyarrow.ipc.open_file(pyarrow.memory_map(str(target))).read_all()
+
+
+def _write(parquet: Any, target: Path) -> None:
+    """Writes the rows of a Parquet file to an Arrow file in the cache.
+
+    Raises:
+        UsageError: the cache can't be written.
+    """
+    import pyarrow
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            replacing(target, aside=hidden_name(target)) as file,
+            pyarrow.ipc.new_file(file, parquet.schema_arrow) as writer,
+        ):
+            for batch in parquet.iter_batches():  # the file may be larger than memory
+                writer.write_batch(batch)
+    except OSError as error:
+        if error.errno is None:  # Arrow's own, of what it reads
+            raise
+        raise UsageError(
+            f"{target.parent} can't be written ({error.strerror}), and the rows of a Parquet file are kept there: name "
+            "a directory with room, by TFLOOP_CACHE=DIRECTORY"
+        ) from None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datasets
 import grain
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import tensorflow as tf
 from array_record.python import array_record_module
@@ -85,6 +87,26 @@ def test_records_are_found_once_and_anew_when_a_file_changes(tmp_path, cache):
     changed = loop.records(pattern)
     assert len(changed) == 31
     assert changed[0] == b"one"
+
+
+@pytest.mark.parametrize("damaged", [b"", b"no array"])
+def test_a_damaged_cache_is_made_anew(damaged, tmp_path, cache):
+    pattern = _write(tmp_path)
+    expected = [*loop.records(pattern)]
+    for file in (cache / "records").iterdir():
+        file.write_bytes(damaged)  # as after a power failure
+    assert [*loop.records(pattern)] == expected
+    assert all(file.stat().st_size > 100 for file in (cache / "records").iterdir())
+
+
+def test_records_need_no_cache_and_a_parquet_file_says_that_it_does(tmp_path, cache):
+    pattern = _write(tmp_path)
+    cache.write_text("a file, in which nothing can be made")
+    with pytest.warns(UserWarning, match=r"cache/records can't be written \(Not a directory\)"):
+        assert len([*loop.records(pattern)]) == 50
+    pyarrow.parquet.write_table(pyarrow.table({"label": LABELS}), tmp_path / "data.parquet")
+    with pytest.raises(UsageError, match=r"cache/parquet can't be written .* TFLOOP_CACHE="):
+        loop.IndexedData(tmp_path / "data.parquet")
 
 
 def test_a_file_that_changes_under_a_run_is_named(tmp_path):
