@@ -1012,6 +1012,21 @@ def test_a_map_in_a_graph_gives_what_python_gives_at_any_position(positions, ste
     tf.nest.map_structure(np.testing.assert_array_equal, in_graph, in_python)
 
 
+@pytest.mark.parametrize("size", [9, 1])
+def test_a_worker_without_rows_of_the_last_batch_maps_in_its_graph_all_the_same(size):
+    data = loop.IndexedData(INPUTS[:size], map=tf.function(lambda inputs: 2 * inputs))
+    made = source(data, BatchOptions(4), "eval_data()").sharded(_Share(2, 2, 0), "example")
+    epoch = tf.constant(EVALUATION_EPOCH, tf.int64)
+    for _ in range(2):  # evaluations
+        rows = []
+        for step in range(made.steps_per_epoch):
+            index, _ = made.read_batch((), epoch, tf.constant(step, tf.int64))
+            rows += index.numpy().tolist()
+        assert rows == [0, 1, 4, 5][: 4 * (size > 1)]
+    [(ahead, _)] = made._reader._ahead.values()
+    assert isinstance(ahead, GraphReadAhead)
+
+
 def test_a_run_names_the_example_that_fails_in_a_graph(quiet, tmp_path):
     labels = tf.function(lambda example: (example[0], tf.cast(0 * _not_17(example[1]), tf.int64)))
     with pytest.raises(TrainingError, match=r"^example 17 can't be read"):
