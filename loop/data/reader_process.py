@@ -14,6 +14,8 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
+import time
 import traceback
 import weakref
 from collections.abc import Iterator
@@ -29,6 +31,9 @@ from loop.launch.signals import STOPS
 
 _READY = "ready"
 """The first answer of a process: it can read from now on."""
+
+_GRACE = 1.0
+"""Seconds that a process has to end by itself after the training has ended."""
 
 _shape_of = operator.attrgetter("shape")
 
@@ -223,6 +228,7 @@ def _shared_file() -> int:
 def serve(requests: int, answers: int, memory: int) -> None:
     """Answers requests until their pipe ends, as it does when the training ends."""
     _ignore_stops()
+    threading.Thread(target=_end_with, args=(requests,), daemon=True).start()
     with (
         contextlib.suppress(BrokenPipeError),  # first: closing the pipe writes what is left of an answer once more
         os.fdopen(requests, "rb") as asked,
@@ -247,6 +253,15 @@ def serve(requests: int, answers: int, memory: int) -> None:
             data = pickle.dumps(_stacked(read), protocol=5, buffer_callback=buffers.append)
             sizes = shared.put([buffer.raw() for buffer in buffers])
             _send(answering, (data, sizes))
+
+
+def _end_with(requests: int) -> None:
+    """A thread: ends this process when the pipe of the requests has ended, also while code of the user is waiting."""
+    poll = select.poll()
+    poll.register(requests, 0)  # no event but the end of the pipe, which can't be left out
+    poll.poll()
+    time.sleep(_GRACE)
+    os._exit(0)
 
 
 def _ignore_stops() -> None:

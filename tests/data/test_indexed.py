@@ -1317,6 +1317,19 @@ def test_a_process_reads_for_a_training_with_many_open_files(many_open_files):
         process.close()
 
 
+def test_a_process_that_waits_for_code_of_the_user_ends_when_the_training_is_killed():
+    reader = loop.IndexedData(INPUTS, map=lambda example: time.sleep(600)).reader
+    process = reader_process.ReaderProcess(reader_process.pickled(reader, []), 0)
+    try:
+        process._poll.poll()
+        assert process.ready
+        pickle.dump((np.array([0]), np.zeros([1, 2], np.int64)), process._requests)
+        process._requests.close()  # as the system does for a training that is killed
+        assert process._process.wait(timeout=120) == 0
+    finally:
+        process.close()
+
+
 def _with_programs(example):
     """How a program and a fork end that are terminated, or 0 where they don't."""
     program = subprocess.Popen(["sleep", "600"])
