@@ -118,6 +118,20 @@ def test_a_file_that_changes_under_a_run_is_named(tmp_path):
         records[25]
 
 
+def test_examples_of_a_changed_file_are_no_bad_examples(tmp_path):
+    paths = [tmp_path / "data.npy", tmp_path / "train-1.tfrecord"]
+    np.save(paths[0], IMAGES)
+    sources = [paths[0], loop.records(_write(tmp_path))]
+    for path, data_source in zip(paths, sources, strict=True):
+        data = loop.IndexedData(data_source, on_bad_example="skip")
+        made = source(data, BatchOptions(50), "train_data()")
+        with path.open("ab") as file:
+            file.write(b"more")
+        with pytest.raises(UsageError, match=f"{path.name} has changed since the run began"):
+            made.read_batch((), tf.constant(0, tf.int64), tf.constant(0, tf.int64))
+        made.close()
+
+
 @pytest.mark.parametrize("kind", ["GZIP", "ZLIB"])
 def test_compressed_files_are_refused_with_what_to_do(kind, tmp_path):
     with pytest.raises(UsageError, match="is compressed, so that no record can be read by itself"):
