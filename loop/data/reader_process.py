@@ -70,10 +70,12 @@ class ReaderProcess:
             # could ignore them.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
             opened.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+            # TensorFlow in a map is to take the memory of a GPU that it needs, and not all of it, from the training.
+            environment = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", **os.environ, "PYTHONPATH": path}
             # What the map prints must not come between the results on stdout. "-P" puts no directory before our path.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", start], pass_fds=passed, stdin=subprocess.DEVNULL,
-                stdout=sys.__stderr__.fileno() if sys.__stderr__ else None, env={**os.environ, "PYTHONPATH": path},
+                stdout=sys.__stderr__.fileno() if sys.__stderr__ else None, env=environment,
             )  # fmt: skip
         self._requests = os.fdopen(requests, "wb")
         self._answers = os.fdopen(answers, "rb")

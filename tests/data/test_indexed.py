@@ -1330,6 +1330,24 @@ def test_a_process_that_waits_for_code_of_the_user_ends_when_the_training_is_kil
         process.close()
 
 
+def test_tensorflow_in_a_process_takes_the_memory_of_a_gpu_that_it_needs(monkeypatch):
+    data = loop.IndexedData(INPUTS, map=lambda example: os.environ["TF_FORCE_GPU_ALLOW_GROWTH"])
+    for own, expected in ((None, "true"), ("false", "false")):
+        if own is None:
+            monkeypatch.delenv("TF_FORCE_GPU_ALLOW_GROWTH", raising=False)
+        else:
+            monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", own)
+        payload = reader_process.pickled(data.reader, specs_of("text", 0))
+        process = reader_process.ReaderProcess(payload, 0)
+        try:
+            process._poll.poll()
+            assert process.ready
+            [found] = process.read(np.array([0]), np.zeros([1, 2], np.int64))
+            assert found.tolist() == [expected]
+        finally:
+            process.close()
+
+
 def _with_programs(example):
     """How a program and a fork end that are terminated, or 0 where they don't."""
     program = subprocess.Popen(["sleep", "600"])
