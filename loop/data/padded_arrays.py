@@ -45,6 +45,7 @@ class PaddedArraySource(ArraySource):
         assert data.padding is not None
         self._padding: Padding = data.padding
         self._names = leaf_names(data.arrays)
+        self._padding.check_values(self._names)
         self._structure = tf.nest.map_structure(lambda _: 0, data.arrays)
         self._buckets: LengthBuckets | None = None
         if self._padding.bucket_by:
