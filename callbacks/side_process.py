@@ -58,7 +58,9 @@ class SideProcess:
         stdout = self.process.stdout
         assert stdout is not None
         deadline = time.monotonic() + seconds
-        while select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        poll = select.poll()  # `select` takes no descriptor from 1024 on
+        poll.register(stdout, select.POLLIN)
+        while poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             line = stdout.readline()
             if not line.endswith(b"\n"):
                 raise EOFError(f"its process ended with {self.process.wait()}")

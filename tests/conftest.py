@@ -1,9 +1,11 @@
 """What all tests share: four logical CPU devices, a clean directory for each test, and quick callbacks."""
 
 import atexit
+import contextlib
 import functools
 import gc
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -121,6 +123,20 @@ def jobs(tmp_path_factory):
         return workers_.run(engine, workers, out), out
 
     return run
+
+
+@pytest.fixture
+def many_open_files():
+    """More open files than `select.select` takes, as of a run with a file for each part of its data."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("this system opens fewer files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    with contextlib.ExitStack() as opened:
+        for _ in range(1100):
+            opened.enter_context(open(os.devnull))
+        yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture

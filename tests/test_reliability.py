@@ -99,7 +99,22 @@ class Generated(Streamed):
         return tf.data.Dataset.from_generator(lambda: zip(inputs, labels, strict=True), output_signature=spec)
 
 
-@pytest.mark.parametrize(("kind", "saved"), [(Reshuffled, True), (Generated, False), (Drawn, False)])
+def _varied(inputs, label):
+    drawn = tf.numpy_function(lambda: np.float32(np.random.rand()), [], tf.float32)
+    return inputs * tf.ensure_shape(drawn, []), label
+
+
+class Varied(Streamed):
+    """With a number for each example that a map draws from NumPy's global ones; so does that of the evaluations."""
+
+    def train_data(self):
+        return super().train_data().map(_varied)
+
+    def eval_data(self):
+        return super().eval_data().map(_varied)
+
+
+@pytest.mark.parametrize(("kind", "saved"), [(Reshuffled, True), (Generated, False), (Drawn, False), (Varied, False)])
 def test_stream_goes_on_from_its_iterators_state_or_counts_its_way_and_says_so(kind, saved, quiet, capfd):
     whole = stream(kind, "whole", quiet)
     said = capfd.readouterr().err

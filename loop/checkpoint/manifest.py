@@ -96,7 +96,8 @@ def _by_name(test: Test) -> Test:
 def _is_worker(value: object) -> bool:
     if not isinstance(value, dict):
         return False
-    return isinstance(value.get("random"), dict) and _by_name(_is(dict))(value.get("callbacks"))
+    generators = value.get("random"), value.get("epoch_random", {})  # the second one is of streams alone
+    return all(map(_is(dict), generators)) and _by_name(_is(dict))(value.get("callbacks"))
 
 
 def _are_options(value: object) -> bool:

@@ -12,6 +12,7 @@ import tensorflow as tf
 from loop.backends.base import Backend
 from loop.data import shared_arrays
 from loop.data.batch import BatchOptions, Feed, ReadBatch, RowCounts, Rows
+from loop.data.host_random import RandomState
 from loop.data.row_shares import RowShares
 from loop.errors import UsageError
 from loop.task import Batch
@@ -28,7 +29,9 @@ class PositionSource:
     endless = False
     layout: list[str | int] | None = None
 
-    def start(self, epoch: int, step_in_epoch: int, state: np.ndarray | None = None) -> tuple[()]:
+    def start(
+        self, epoch: int, step_in_epoch: int, state: np.ndarray | None = None, draws: RandomState | None = None
+    ) -> tuple[()]:
         """Nothing to do: every position can be read at once."""
         return ()
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from loop.data.columns import columns_of, fill_column, lengths_of
 from loop.data.example_parts import Example, structure_of
-from loop.data.examples import ArraySpec, BadExampleError, specs_of
+from loop.data.examples import ArraySpec, BadExampleError, names_of, specs_of
 from loop.data.indexed import IndexedData
 from loop.data.joined import Sequences
 from loop.data.own_arrays import array_of_own, array_of_own_of
@@ -72,6 +72,7 @@ class BatchLayout:
         specs = specs_of(example, index)
         padded = data.padded_names(specs, index)
         self._padding = data.padding or Padding(mask=False)
+        self._padding.check_values(names_of(specs))
         self._masked = self._padding.masked(padded) if padded else []
         self._structure = structure_of(example)
         self.wide = data.wide

@@ -9,6 +9,10 @@ from callbacks.files import cache_directory
 from loop.errors import UsageError
 
 
+class ChangedFileError(UsageError):
+    """A file of data has changed, or is gone: no example of it can be read, so that none is left out as a bad one."""
+
+
 class DataFile:
     """A file that must stay as it is while a run reads it.
 
@@ -24,14 +28,18 @@ class DataFile:
         """Checks size and time of the file.
 
         Raises:
-            UsageError: they have changed.
+            ChangedFileError: they have changed.
         """
         try:
             changed = _state(self.path) != self._state
         except OSError as error:
-            raise UsageError(f"{self.path} can't be read any more ({error.strerror}): leave it as it is") from None
+            raise ChangedFileError(
+                f"{self.path} can't be read any more ({error.strerror}): leave it as it is"
+            ) from None
         if changed:
-            raise UsageError(f"{self.path} has changed since the run began: leave data files as they are while it runs")
+            raise ChangedFileError(
+                f"{self.path} has changed since the run began: leave data files as they are while it runs"
+            )
 
 
 def cached(kind: str, path: Path) -> Path:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from loop.data.data_files import ChangedFileError
 from loop.data.example_parts import Example, Part, PartPath, flatten, refuse_masked, row_of
 from loop.data.random_access import Reader
 from loop.errors import TrainingError, UsageError, named
@@ -212,6 +213,8 @@ def _checked(example: Read, specs: list[ArraySpec], index: int) -> Leaves:
 
 def unusable(index: int, error: Exception) -> Exception:
     """The error for an example that can't be read or mapped."""
+    if isinstance(error, ChangedFileError):
+        return error  # of the whole file
     if isinstance(error, UsageError):
         return BadExampleError(str(error))  # its text is complete: it names what is wrong, and what to do
     failed = TrainingError(f"example {index} can't be read: {named(error)}")

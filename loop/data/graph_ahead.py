@@ -77,6 +77,8 @@ class GraphReadAhead:
 
             # A position that is neither kept nor about to come, as after a resume or in an evaluation: begin anew.
             if position not in map(self._after, range(self._depth + 1)):
+                if not len(rows := self._rows(position)):  # of a short batch, a worker may have none
+                    return self._filled_by(position, rows)
                 self._begun = position
                 self._taken = 0
                 self._rest = []
@@ -106,13 +108,16 @@ class GraphReadAhead:
         """The batch at a position, from the examples that come next."""
         rows = self._rows(position)
 
-        # A wide batch must be copied, into arrays of 64 bits.
-        if not self._rest and not self._layout.wide:
+        # A wide batch must be copied, into arrays of 64 bits. Without rows nothing is read: there may be no more.
+        if len(rows) and not self._rest and not self._layout.wide:
             self._rest = list(next(self._mapped))
             if len(self._rest[0]) == len(rows):  # as it nearly always is: the tensors are the batch
                 tensors, self._rest = self._rest, []
                 return PendingBatches(position, rows.copy(), tensors)
+        return self._filled_by(position, rows)
 
+    def _filled_by(self, position: Position, rows: np.ndarray) -> PendingBatches:
+        """A batch of some rows, copied from the examples that come next."""
         # The blocks of tf.data have one number of rows, and a worker's batches may differ by a row: what is left of a
         # block begins the next batch.
         batch = PendingBatches(position, rows.copy(), self._layout.new(len(rows)))

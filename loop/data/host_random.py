@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
 
 from loop.errors import UsageError
+
+RandomState: TypeAlias = dict[str, Any]
+"""The states of the global generators of Python and NumPy, as values of JSON."""
 
 
 def seed_generators(seed: int) -> None:
@@ -21,7 +24,7 @@ def seed_generators(seed: int) -> None:
         legacy.utils.set_random_seed(seed)
 
 
-def random_state() -> dict[str, Any]:
+def random_state() -> RandomState:
     """The states of the global generators of Python and NumPy, from which callbacks may draw between the calls."""
     # As values of JSON, in which a checkpoint keeps them: the many numbers of a generator are one text.
     version, python, spare = random.getstate()
@@ -32,7 +35,7 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: RandomState) -> None:
     """Takes the generators back to where `random_state` found them."""
 
     def words(text: str) -> np.ndarray:

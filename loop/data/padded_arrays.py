@@ -45,6 +45,7 @@ class PaddedArraySource(ArraySource):
         assert data.padding is not None
         self._padding: Padding = data.padding
         self._names = leaf_names(data.arrays)
+        self._padding.check_values(self._names)
         self._structure = tf.nest.map_structure(lambda _: 0, data.arrays)
         self._buckets: LengthBuckets | None = None
         if self._padding.bucket_by:
@@ -64,7 +65,10 @@ class PaddedArraySource(ArraySource):
 
     def _tensors_of(self, name: str | int, array: Sequences) -> _Padded:
         # One row more fills all gaps: `_gathered` takes data and gaps out of one tensor, by one operation.
-        fill = np.full([1, *array.rows.shape[1:]], self._padding.value(name, array.dtype))
+        value = self._padding.value(name, array.dtype)
+        if array.dtype.kind == "S" and isinstance(value, str):
+            value = value.encode()  # beside a text, NumPy would decode the bytes of all rows, as ASCII
+        fill = np.full([1, *array.rows.shape[1:]], value)
         if array.dtype.kind not in "SUO":  # text may be longer than the dtype of the array holds
             fill = fill.astype(array.dtype)
         with tf.device("CPU:0"):

@@ -34,6 +34,7 @@ class PaddedBatches:
         self._seed = seed
         self._spec = dataset.element_spec
         self._names = leaf_names(self._spec)
+        padding.check_values(self._names)
         self.axes = list(map(open_axes, tf.nest.flatten(self._spec)))
         padded = [name for name, axes in zip(self._names, self.axes, strict=True) if axes]
         if not padded:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
+from callbacks.nearest import nearest
 from loop.data.example_parts import sorted_keys
 from loop.errors import UsageError
 from loop.task import Batch
@@ -65,6 +66,23 @@ class Padding:
             raise UsageError(
                 f"Padding(bucket_by={self.bucket_by!r}): give True, or a function of an example that returns its length"
             )
+        if not isinstance(self.mask, bool | str | int | Iterable):
+            raise UsageError(
+                f"Padding(mask={self.mask!r}): give True, False, the name or place of an array, or a list of these"
+            )
+
+    def check_values(self, names: Sequence[str | int]) -> None:
+        """Refuses values for arrays that there aren't, whose gaps would be filled with the usual ones.
+
+        Args:
+            names: of all arrays of an example; see `leaf_names`.
+        """
+        if not isinstance(self.values, Mapping | tuple | list):
+            return
+        for name in leaf_names(self.values):
+            if name not in names:
+                near = nearest(str(name), list(map(str, names)))
+                raise UsageError(f"Padding(values={self.values!r}): the examples have no array {name!r}{near}")
 
     def value(self, name: str | int, dtype: np.dtype) -> Scalar:
         """What fills the gaps of the array of this name; see `leaf_names`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import operator
 import os
@@ -13,11 +14,13 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
+import time
 import traceback
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import IO, Any
 
 import numpy as np
@@ -28,6 +31,9 @@ from loop.launch.signals import STOPS
 
 _READY = "ready"
 """The first answer of a process: it can read from now on."""
+
+_GRACE = 1.0
+"""Seconds that a process has to end by itself after the training has ended."""
 
 _shape_of = operator.attrgetter("shape")
 
@@ -53,7 +59,8 @@ class ReaderProcess:
         answers, child_writes = os.pipe()
         passed = (child_reads, child_writes, self._memory)
         start = f"from loop.data.reader_process import serve; serve{passed}"
-        path = os.pathsep.join(filter(None, sys.path))
+        # The empty entry of a prompt or a notebook is the working directory, which PYTHONPATH needs by name.
+        path = os.pathsep.join(entry or os.curdir for entry in sys.path)
         with contextlib.ExitStack() as opened:
             # The child's ends are closed here in any case: only then does a pipe end when the child has ended.
             opened.callback(os.close, child_reads)
@@ -63,13 +70,17 @@ class ReaderProcess:
             # could ignore them.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
             opened.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+            # TensorFlow in a map is to take the memory of a GPU that it needs, and not all of it, from the training.
+            environment = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", **os.environ, "PYTHONPATH": path}
             # What the map prints must not come between the results on stdout. "-P" puts no directory before our path.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", start], pass_fds=passed, stdin=subprocess.DEVNULL,
-                stdout=sys.__stderr__.fileno() if sys.__stderr__ else None, env={**os.environ, "PYTHONPATH": path},
+                stdout=sys.__stderr__.fileno() if sys.__stderr__ else None, env=environment,
             )  # fmt: skip
         self._requests = os.fdopen(requests, "wb")
         self._answers = os.fdopen(answers, "rb")
+        self._poll = select.poll()  # `select` takes no descriptor from 1024 on
+        self._poll.register(self._answers, select.POLLIN)
         self._ready = False
         with contextlib.suppress(BrokenPipeError):  # `read` says that it has ended
             self._requests.write(len(payload).to_bytes(8) + payload)
@@ -78,7 +89,7 @@ class ReaderProcess:
     @property
     def ready(self) -> bool:
         """Whether it has imported what it needs; it may also have ended."""
-        if not self._ready and select.select([self._answers], [], [], 0)[0]:
+        if not self._ready and self._poll.poll(0):
             self._ready = self._answer() == _READY
         return self._ready
 
@@ -218,6 +229,8 @@ def _shared_file() -> int:
 
 def serve(requests: int, answers: int, memory: int) -> None:
     """Answers requests until their pipe ends, as it does when the training ends."""
+    _ignore_stops()
+    threading.Thread(target=_end_with, args=(requests,), daemon=True).start()
     with (
         contextlib.suppress(BrokenPipeError),  # first: closing the pipe writes what is left of an answer once more
         os.fdopen(requests, "rb") as asked,
@@ -242,6 +255,46 @@ def serve(requests: int, answers: int, memory: int) -> None:
             data = pickle.dumps(_stacked(read), protocol=5, buffer_callback=buffers.append)
             sizes = shared.put([buffer.raw() for buffer in buffers])
             _send(answering, (data, sizes))
+
+
+def _end_with(requests: int) -> None:
+    """A thread: ends this process when the pipe of the requests has ended, also while code of the user is waiting."""
+    poll = select.poll()
+    poll.register(requests, 0)  # no event but the end of the pipe, which can't be left out
+    poll.poll()
+    time.sleep(_GRACE)
+    os._exit(0)
+
+
+def _ignore_stops() -> None:
+    """Lets the signals that stop a run pass, but not in processes that the map starts.
+
+    They have been blocked since this process began. A process that the map starts would have them blocked, too, or
+    would ignore them if this one did: then it doesn't end when the map terminates it, and the map waits forever.
+    """
+    before = {}
+    for number in STOPS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under `nohup`, which is for what the map starts, too
+            before[number] = signal.signal(number, _pass)  # no handler of Python's comes into a started program
+            signal.siginterrupt(number, False)  # libraries of C are to read on
+    unblock = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOPS)
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        unblock()
+
+    # A fork, such as a process of a pool, would have the handlers. Blocked meanwhile: no signal for it is lost.
+    os.register_at_fork(
+        before=functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, STOPS),
+        after_in_parent=unblock,
+        after_in_child=restore,
+    )
+    unblock()
+
+
+def _pass(number: int, frame: FrameType | None) -> None:
+    """A handler that does nothing."""
 
 
 def _send(answers: IO[bytes], answer: Any) -> None:

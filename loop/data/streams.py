@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.data.batch import BatchOptions, Feed, RowCounts, Rows, count, row_counts, rows
+from loop.data.host_random import RandomState, set_random_state
 from loop.data.padded_streams import PaddedBatches
 from loop.data.padding import Padding, as_padding, lengthened
 from loop.data.pipelines import dense, one_order, one_order_an_epoch, shard_files, stacking_problem
@@ -98,8 +99,9 @@ class StreamSource:
         """The first few examples, as a batch; a batch without rows if the stream is empty."""
         with tf.init_scope():  # to get values also while a graph is traced
             options = tf.data.Options()
-            # Reading ahead would draw an unknown number of seeds from a data set that shuffles.
-            options.experimental_optimization.inject_prefetch = False
+            # Reading ahead, which these add, would draw an unknown number of seeds from a data set that shuffles, and
+            # of random numbers from a generator in a map.
+            options.experimental_optimization.apply_default_optimizations = False
             few = batches(self.dataset, self._padded, 3, bucketed=False).with_options(options)
             try:
                 return next(iter(few), no_rows(few.element_spec))
@@ -157,8 +159,16 @@ class StreamSource:
         workers = self._batch_size // self.options.batch_size
         return workers * -(-self.options.batch_size // parts)
 
-    def start(self, epoch: int, step_in_epoch: int, state: np.ndarray | None = None) -> tf.data.Iterator:
+    def start(
+        self, epoch: int, step_in_epoch: int, state: np.ndarray | None = None, draws: RandomState | None = None
+    ) -> tf.data.Iterator:
         """Opens the stream at a position: by the state of the iterator there, or by reading up to it.
+
+        Args:
+            epoch: the epoch.
+            step_in_epoch: the step within the epoch.
+            state: what `state` returned there; None: unknown.
+            draws: the `random_state` at the beginning of the epoch, if the stream is read up to a step within it.
 
         Raises:
             tf.errors.OpError: the state belongs to an iterator of another pipeline.
@@ -172,6 +182,8 @@ class StreamSource:
         for _ in range(epoch):
             for _ in iter(self._batches):
                 pass
+        if draws is not None:
+            set_random_state(draws)
         iterator = iter(self._batches)
         self.state(iterator)  # asked for before anything is read: see there
         for _ in range(step_in_epoch):

@@ -8,6 +8,7 @@ import glob
 import os
 import struct
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -159,31 +160,53 @@ def records(
 
 def _offsets_of_all(paths: Sequence[Path]) -> list[np.ndarray]:
     """The offsets of the records in each file, in bytes: int64 [records] each. They are kept in files of a cache."""
-    caches: list[Path] = []
-    missing: list[tuple[Path, Path]] = []
+    offsets: dict[Path, np.ndarray] = {}
+    missing: dict[Path, Path] = {}
     for path in paths:
         cache = cached("records", path)
-        caches.append(cache)
-        if not cache.exists():
-            missing.append((path, cache))
+        try:
+            offsets[path] = _mapped(cache)
+        except (OSError, ValueError, EOFError):  # not there, or damaged, as by a power failure
+            missing[path] = cache
     if missing:
-        _find_offsets(missing)
+        offsets.update(_find_offsets(missing))
+    return [offsets[path] for path in paths]
+
+
+def _mapped(cache: Path) -> np.ndarray:
+    """Offsets from a file of the cache."""
     # Mapped: the workers of a machine share these pages, and only those that are used are in memory.
-    return [np.load(cache, mmap_mode="r", allow_pickle=False) for cache in caches]
+    return np.load(cache, mmap_mode="r", allow_pickle=False)
 
 
-def _find_offsets(missing: Sequence[tuple[Path, Path]]) -> None:
-    """Writes the offsets of the records in each file to the file of the cache that stands beside it."""
+def _find_offsets(caches: Mapping[Path, Path]) -> dict[Path, np.ndarray]:
+    """Finds the offsets of the records in files, and keeps them in the files of the cache that are given for these."""
+    offsets: dict[Path, np.ndarray] = {}
     with concurrent.futures.ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
-        offsets_of_missing = pool.map(_offsets, [path for path, _ in missing])
-        bar = tqdm(total=len(missing), desc="finding records", unit="file", disable=None)
+        found = pool.map(_offsets, caches)
+        bar = tqdm(total=len(caches), desc="finding records", unit="file", disable=None)
         stack.callback(bar.close)
-        for (_, cache), offsets in zip(missing, offsets_of_missing, strict=True):
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            # Several workers may do this at once: each writes a file of its own, and the last one stays.
-            with replacing(cache, aside=hidden_name(cache)) as file:
-                np.save(file, offsets)
+        for (path, cache), offsets_of_file in zip(caches.items(), found, strict=True):
+            offsets[path] = _keep(cache, offsets_of_file)
             bar.update()
+    return offsets
+
+
+def _keep(cache: Path, offsets: np.ndarray) -> np.ndarray:
+    """Writes offsets to a file of the cache; returns them mapped, or as they are if it can't be written."""
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        # Several workers may do this at once: each writes a file of its own, and the last one stays.
+        with replacing(cache, aside=hidden_name(cache)) as file:
+            np.save(file, offsets)
+    except OSError as error:  # a full disk, or a home directory that is read-only, as in containers
+        warnings.warn(
+            f"{cache.parent} can't be written ({error.strerror}): where records begin is searched anew at each start; "
+            "TFLOOP_CACHE=DIRECTORY keeps it in another directory",
+            stacklevel=2,
+        )
+        return offsets
+    return _mapped(cache)
 
 
 def _offsets(path: Path) -> np.ndarray:

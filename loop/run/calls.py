@@ -56,6 +56,7 @@ class Calls:
         with run.watchdog.phase(doing), run.stopwatch.at(part):
             fault_injection.reached("call", run.backend.rank, run.progress.step)
             position = run.progress.epoch, run.progress.step_in_epoch
+            run.data.start_call(run)
             steps, ending, totals = run.step.train(run.data.iterator, *position, run.decision.steps)
         seconds = time.perf_counter() - begun
 

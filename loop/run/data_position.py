@@ -11,7 +11,7 @@ import tensorflow as tf
 from callbacks.run_record.redaction import tell
 from loop.checkpoint.array_files import Json
 from loop.data import Source
-from loop.data.host_random import set_random_state
+from loop.data.host_random import random_state, set_random_state
 from loop.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,22 +27,40 @@ class DataPosition:
     Attributes:
         iterator: the compiled step reads from it.
         random_state: the state of Python's and NumPy's generators in the checkpoint, or None.
+        epoch_random: their state when the epoch of a stream began, or None.
         stream_state: the state of the iterator in the checkpoint, or None.
     """
 
     def __init__(self) -> None:
         self.iterator: DataIterator = ()  # until `open`
         self.random_state: Json | None = None
+        self.epoch_random: Json | None = None
         self.stream_state: np.ndarray | None = None
 
     def start_phase(self) -> None:
         """Drops the state of the checkpoint: another phase reads its data from the start."""
         self.random_state = None
+        self.epoch_random = None
         self.stream_state = None
 
-    def restore_random(self, random_state: Json) -> None:
-        """Notes the generators' state, which `open` sets."""
-        self.random_state = random_state
+    def restore_random(self, state: Json) -> None:
+        """Notes the states of the generators in a checkpoint of `random_states`, which `open` sets."""
+        self.random_state = state["random"]
+        self.epoch_random = state.get("epoch_random")
+
+    def random_states(self) -> dict[str, Json]:
+        """What a checkpoint has of the generators of Python and NumPy."""
+        states = {"random": random_state()}
+        if self.epoch_random is not None:
+            states["epoch_random"] = self.epoch_random
+        return states
+
+    def start_call(self, run: Run) -> None:
+        """Notes the generators' state if a call is the first one of an epoch."""
+        # A stream may draw for each example, and reads ahead. So the state of the generators within an epoch isn't that
+        # of the examples that were used so far, and only the epoch's beginning can be gone back to.
+        if not run.progress.step_in_epoch and run.step.data.train.steps_per_epoch is None:
+            self.epoch_random = random_state()
 
     def restore_stream(self, stream_state: np.ndarray | None) -> None:
         """Notes the iterator's state, from which `open` goes on."""
@@ -65,7 +83,7 @@ class DataPosition:
                 f"the checkpoint stands at step {progress.step_in_epoch:,} of an epoch, and train_data() has "
                 f"{source.steps_per_epoch:,} in one: give the data that the run had, or start a new run"
             )
-        self.iterator = self._started(source, position, run.options["accept_changes"])
+        has_drawn = self._start(source, position, run.options["accept_changes"])
 
         # Only at the start of a run: later, the data can't be replaced.
         if source.steps_per_epoch is None and not any(position):
@@ -75,8 +93,9 @@ class DataPosition:
                 "loop.records for TFRecord files, shuffles all examples and goes on from any step at once",
             )
 
-        # Last, because reading a pipeline up to the position has drawn random numbers, too.
-        if self.random_state is not None:
+        # A pipeline that draws within the epoch has drawn the same numbers again, and goes on to draw from there. For
+        # others the generators are where the checkpoint found them, since callbacks may draw, too.
+        if self.random_state is not None and not has_drawn:
             set_random_state(self.random_state)
         if reason := source.unsaved(self.iterator):
             _note(
@@ -85,18 +104,26 @@ class DataPosition:
                 "where it was",
             )
 
-    def _started(self, source: Source, position: tuple[int, int], accepts_changes: bool) -> DataIterator:
-        """The iterator of the data from a position on: by its state in the checkpoint, if there is one."""
+    def _start(self, source: Source, position: tuple[int, int], accepts_changes: bool) -> bool:
+        """Makes the iterator of the data from a position on: by its state in the checkpoint, if there is one.
+
+        Returns:
+            Whether reading up to the step within the epoch has drawn from the generators.
+        """
         try:
-            return source.start(*position, self.stream_state)
+            if self.stream_state is not None:
+                self.iterator = source.start(*position, self.stream_state)
+                return False
         except tf.errors.OpError as error:
             if not accepts_changes:
                 raise UsageError(
                     f"train_data() isn't the pipeline whose position the checkpoint has ({error.message}): give the "
                     "old one, or read up to the position in the new one with accept_changes=True (--accept-changes)"
                 ) from None
-            # Another pipeline: its examples up to the position are read and dropped.
-            return source.start(*position)
+        # Also of another pipeline, its examples up to the position are read and dropped.
+        draws = self.epoch_random if position[1] else None
+        self.iterator = source.start(*position, draws=draws)
+        return draws is not None and random_state() != draws
 
     def next_epoch(self, run: Run) -> None:
         """Takes the iterator to the next epoch."""

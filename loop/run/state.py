@@ -20,7 +20,6 @@ from callbacks.run_record import history, journal
 from callbacks.run_record.journal import jsonable
 from callbacks.run_record.redaction import redact, tell
 from loop.checkpoint.array_files import InParts, Json
-from loop.data.host_random import random_state
 from loop.errors import UsageError, message_of
 from loop.model.variables import (
     all_variables,
@@ -188,7 +187,7 @@ def split(tensors: Arrays, prefix: str) -> tuple[Arrays, Arrays]:
 def worker_state(run: Run) -> Json:
     """The state of this worker alone: that of its generators, and of its callbacks."""
     return {
-        "random": random_state(),
+        **run.data.random_states(),
         "callbacks": {key: json_state(key, callback) for key, callback in run.callbacks.items()},
     }
 
@@ -225,7 +224,7 @@ def restore(run: Run, tensors: Arrays | None, state: Json, adopted: Sequence[str
     workers = state["workers"]
     # If the number of workers has changed, all take the chief's state.
     mine = workers[run.backend.rank if len(workers) == run.backend.workers else 0]
-    run.data.restore_random(mine["random"])
+    run.data.restore_random(mine)
     run.progress.restore(state["progress"])
     run.epoch.restore(state)
     # Totals of other values, since `compute` was changed: the epoch's means are those of its other steps.

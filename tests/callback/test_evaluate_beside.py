@@ -13,6 +13,7 @@ import pytest
 import callbacks
 from callbacks.evaluate_beside import FOLDER, _visible
 from callbacks.run_record import record
+from callbacks.side_process import SideProcess
 from loop import fit
 from tests.callback.test_tracking import until
 from tests.conftest import TFLOOP, needs_horovod, tfloop
@@ -117,6 +118,15 @@ def test_the_history_has_those_of_earlier_attempts_and_none_of_another_run(tmp_p
     assert resumed[2] is not None
     # This run has no checkpoint of its second epoch, at whose step the same object has evaluated that of another run.
     assert trained("other", 3, 1000) == [first[0], None, resumed[2]]
+
+
+def test_its_process_is_heard_by_a_training_with_many_open_files(many_open_files):
+    process = SideProcess("json.tool", "--help")  # which ends, and gives no answer
+    try:
+        with pytest.raises(EOFError, match="its process ended with 0"):
+            process.answer(60)
+    finally:
+        process.end()
 
 
 def test_the_end_of_its_process_is_told_and_stops_nothing(tmp_path, quiet, capfd):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import multiprocessing
 import operator
 import os
 import pickle
-import select
 import signal
 import subprocess
 import sys
@@ -38,7 +38,7 @@ from loop.commands.replay import replay
 from loop.data import BatchOptions, host_reader, mapped_memory, random_access, read_ahead, reader_process, source
 from loop.data.batch import EVALUATION_EPOCH
 from loop.data.batch_layout import BatchLayout
-from loop.data.examples import checked
+from loop.data.examples import checked, specs_of
 from loop.data.graph_ahead import GraphReadAhead
 from loop.data.parts import first
 from loop.data.pending_batches import PendingBatches, Position
@@ -1039,6 +1039,21 @@ def test_a_map_in_a_graph_gives_what_python_gives_at_any_position(positions, ste
     tf.nest.map_structure(np.testing.assert_array_equal, in_graph, in_python)
 
 
+@pytest.mark.parametrize("size", [9, 1])
+def test_a_worker_without_rows_of_the_last_batch_maps_in_its_graph_all_the_same(size):
+    data = loop.IndexedData(INPUTS[:size], map=tf.function(lambda inputs: 2 * inputs))
+    made = source(data, BatchOptions(4), "eval_data()").sharded(_Share(2, 2, 0), "example")
+    epoch = tf.constant(EVALUATION_EPOCH, tf.int64)
+    for _ in range(2):  # evaluations
+        rows = []
+        for step in range(made.steps_per_epoch):
+            index, _ = made.read_batch((), epoch, tf.constant(step, tf.int64))
+            rows += index.numpy().tolist()
+        assert rows == [0, 1, 4, 5][: 4 * (size > 1)]
+    [(ahead, _)] = made._reader._ahead.values()
+    assert isinstance(ahead, GraphReadAhead)
+
+
 def test_a_run_names_the_example_that_fails_in_a_graph(quiet, tmp_path):
     labels = tf.function(lambda example: (example[0], tf.cast(0 * _not_17(example[1]), tf.int64)))
     with pytest.raises(TrainingError, match=r"^example 17 can't be read"):
@@ -1317,7 +1332,7 @@ def test_a_process_reads_on_when_its_whole_group_is_told_to_stop():
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # while it starts
             process._process.send_signal(number)
-        select.select([process._answers], [], [])
+        process._poll.poll()
         assert process.ready
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # when it reads
             process._process.send_signal(number)
@@ -1326,6 +1341,91 @@ def test_a_process_reads_on_when_its_whole_group_is_told_to_stop():
     finally:
         process.close()
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])  # here they are heard
+
+
+def test_a_process_reads_for_a_training_with_many_open_files(many_open_files):
+    reader = loop.IndexedData(INPUTS).reader
+    process = reader_process.ReaderProcess(reader_process.pickled(reader, []), 0)
+    try:
+        process._poll.poll()
+        assert process.ready
+        [found] = process.read(np.array([3, 1]), np.zeros([2, 2], np.int64))
+        np.testing.assert_array_equal(found, INPUTS[[3, 1]])
+    finally:
+        process.close()
+
+
+def test_a_process_that_waits_for_code_of_the_user_ends_when_the_training_is_killed():
+    reader = loop.IndexedData(INPUTS, map=lambda example: time.sleep(600)).reader
+    process = reader_process.ReaderProcess(reader_process.pickled(reader, []), 0)
+    try:
+        process._poll.poll()
+        assert process.ready
+        pickle.dump((np.array([0]), np.zeros([1, 2], np.int64)), process._requests)
+        process._requests.close()  # as the system does for a training that is killed
+        assert process._process.wait(timeout=120) == 0
+    finally:
+        process.close()
+
+
+def test_tensorflow_in_a_process_takes_the_memory_of_a_gpu_that_it_needs(monkeypatch):
+    data = loop.IndexedData(INPUTS, map=lambda example: os.environ["TF_FORCE_GPU_ALLOW_GROWTH"])
+    for own, expected in ((None, "true"), ("false", "false")):
+        if own is None:
+            monkeypatch.delenv("TF_FORCE_GPU_ALLOW_GROWTH", raising=False)
+        else:
+            monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", own)
+        payload = reader_process.pickled(data.reader, specs_of("text", 0))
+        process = reader_process.ReaderProcess(payload, 0)
+        try:
+            process._poll.poll()
+            assert process.ready
+            [found] = process.read(np.array([0]), np.zeros([1, 2], np.int64))
+            assert found.tolist() == [expected]
+        finally:
+            process.close()
+
+
+def _with_programs(example):
+    """How a program and a fork end that are terminated, or 0 where they don't."""
+    program = subprocess.Popen(["sleep", "600"])
+    fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=[600])
+    fork.start()
+    ends = []
+    for process, wait, code in ((program, program.wait, "returncode"), (fork, fork.join, "exitcode")):
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            wait(timeout=30)
+        ends.append(getattr(process, code) or 0)
+        process.kill()
+    return np.array(ends)
+
+
+def test_what_a_map_starts_in_a_process_can_be_terminated():
+    data = loop.IndexedData(INPUTS, map=_with_programs)
+    process = reader_process.ReaderProcess(reader_process.pickled(data.reader, specs_of(np.zeros(2, int), 0)), 0)
+    try:
+        process._poll.poll()
+        assert process.ready
+        [found] = process.read(np.array([0]), np.zeros([1, 2], np.int64))
+        assert found.tolist() == [[-signal.SIGTERM, -signal.SIGTERM]]
+    finally:
+        process.close()
+
+
+def _with_neighbor(example):
+    import neighbor
+
+    return example + neighbor.ADDED
+
+
+def test_a_process_imports_from_the_working_directory_as_a_prompt_does():
+    Path("neighbor.py").write_text("ADDED = 1\n")
+    sys.path.insert(0, "")
+    made, read = _read_by(1, lambda readers: loop.IndexedData(INPUTS, map=_with_neighbor, readers=readers))
+    made.close()
+    for index, found in read:
+        np.testing.assert_array_equal(found, INPUTS[index] + 1)
 
 
 @pytest.mark.parametrize("sent", [4, 30, None])

@@ -10,7 +10,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loop import ArrayData, Padding, StreamData, TrainTask, UsageError, fit
+from loop import ArrayData, IndexedData, Padding, StreamData, TrainTask, UsageError, fit
 from loop.backends import create
 from loop.data import BatchOptions, count, first, in_float64, open_data, part, source
 from loop.data.buckets import LengthBuckets
@@ -160,6 +160,8 @@ def test_what_examples_of_different_lengths_may_be():
     np.testing.assert_array_equal(tf.reduce_sum(named["b"], -1), 3 * tf.cast(named["b_mask"], tf.float32))
     assert tf.reduce_sum(tf.cast(named["b_mask"], tf.int32), [1, 2]).numpy().tolist() == [6, 4, 1, 4]
     assert batch(words, values="-")[0].numpy().tolist()[2] == [b"-", b"-", b"-"]
+    encoded = batch([["ä".encode(), b"b"], [b"\xff"]], values="ö")[0]
+    assert encoded.numpy().tolist() == [["ä".encode(), b"b"], [b"\xff", "ö".encode()]]
     assert batch(words, mask=False).shape == (4, 3)
     alike = ArrayData([[1, 2], [3, 4]], padding=0)  # by chance
     assert [each.shape for each in source(alike, BatchOptions(2), "data").head(2)] == [(2, 2), (2, 2)]
@@ -240,6 +242,19 @@ def _bucketed(length):
     return StreamData(pairs, Padding(bucket_by=length))
 
 
+def _with_values(values):
+    return ArrayData({"token": [[1], [2, 3]], "label": [0, 1]}, padding=Padding(values))
+
+
+def _streamed(data):
+    pairs = tf.data.Dataset.from_tensor_slices({"token": tf.ragged.constant([[1], [2, 3]]), "label": [0, 1]})
+    return StreamData(pairs, data.padding)
+
+
+def _indexed(data):
+    return IndexedData({"token": [[1], [2, 3]], "label": [0, 1]}, padding=data.padding, lengths={"token": [1, 2]})
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -255,6 +270,11 @@ def _bucketed(length):
         (lambda: ArrayData([[1], [2, 3]], padding=True), "give what fills the gaps, such as 0"),
         (lambda: Padding(multiple=0), r"Padding\(multiple=0\): give an integer of at least 1"),
         (lambda: Padding(bucket_by="length"), "give True, or a function of an example"),
+        (lambda: Padding(mask=None), r"Padding\(mask=None\): give True, False, the name"),
+        (lambda: opened(_with_values({"tokens": -1})), "the examples have no array 'tokens'; did you mean 'token'"),
+        (lambda: opened(_with_values((0, -1))), "the examples have no array 0; there are: label, token"),
+        (lambda: opened(_streamed(_with_values({"tokens": -1}))), "no array 'tokens'; did you mean 'token'"),
+        (lambda: opened(_indexed(_with_values({"tokens": -1}))), "no array 'tokens'; did you mean 'token'"),
         (lambda: opened(ArrayData([[1], [2, 3]], padding=0.5)), "0.5 is no value of dtype int64, of array 0"),
         (lambda: opened(ArrayData([["a"], []], padding=1)), "1 is no value of dtype <U1, of array 0"),
         (lambda: opened(ArrayData([[1], [2, 3]], padding=Padding(mask="x"))), "'x' is not padded; these are: 0"),

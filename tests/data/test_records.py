@@ -5,6 +5,8 @@ from __future__ import annotations
 import datasets
 import grain
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import tensorflow as tf
 from array_record.python import array_record_module
@@ -87,6 +89,26 @@ def test_records_are_found_once_and_anew_when_a_file_changes(tmp_path, cache):
     assert changed[0] == b"one"
 
 
+@pytest.mark.parametrize("damaged", [b"", b"no array"])
+def test_a_damaged_cache_is_made_anew(damaged, tmp_path, cache):
+    pattern = _write(tmp_path)
+    expected = [*loop.records(pattern)]
+    for file in (cache / "records").iterdir():
+        file.write_bytes(damaged)  # as after a power failure
+    assert [*loop.records(pattern)] == expected
+    assert all(file.stat().st_size > 100 for file in (cache / "records").iterdir())
+
+
+def test_records_need_no_cache_and_a_parquet_file_says_that_it_does(tmp_path, cache):
+    pattern = _write(tmp_path)
+    cache.write_text("a file, in which nothing can be made")
+    with pytest.warns(UserWarning, match=r"cache/records can't be written \(Not a directory\)"):
+        assert len([*loop.records(pattern)]) == 50
+    pyarrow.parquet.write_table(pyarrow.table({"label": LABELS}), tmp_path / "data.parquet")
+    with pytest.raises(UsageError, match=r"cache/parquet can't be written .* TFLOOP_CACHE="):
+        loop.IndexedData(tmp_path / "data.parquet")
+
+
 def test_a_file_that_changes_under_a_run_is_named(tmp_path):
     records = loop.records(_write(tmp_path))
     with (tmp_path / "train-1.tfrecord").open("ab") as file:
@@ -94,6 +116,20 @@ def test_a_file_that_changes_under_a_run_is_named(tmp_path):
     assert records[3]
     with pytest.raises(UsageError, match=r"train-1.tfrecord has changed since the run began"):
         records[25]
+
+
+def test_examples_of_a_changed_file_are_no_bad_examples(tmp_path):
+    paths = [tmp_path / "data.npy", tmp_path / "train-1.tfrecord"]
+    np.save(paths[0], IMAGES)
+    sources = [paths[0], loop.records(_write(tmp_path))]
+    for path, data_source in zip(paths, sources, strict=True):
+        data = loop.IndexedData(data_source, on_bad_example="skip")
+        made = source(data, BatchOptions(50), "train_data()")
+        with path.open("ab") as file:
+            file.write(b"more")
+        with pytest.raises(UsageError, match=f"{path.name} has changed since the run began"):
+            made.read_batch((), tf.constant(0, tf.int64), tf.constant(0, tf.int64))
+        made.close()
 
 
 @pytest.mark.parametrize("kind", ["GZIP", "ZLIB"])

@@ -212,6 +212,17 @@ def test_stream_is_opened_at_any_position(pipeline, by_state):
                 handle, epoch, step = stream.next_epoch(handle), epoch + 1, 0
 
 
+def test_a_look_at_a_stream_draws_as_many_numbers_each_time():
+    """Else a run that is made again has other numbers."""
+    drawn_numbers = []
+    for _ in range(20):
+        generator = tf.random.Generator.from_seed(1)
+        numbers = tf.data.Dataset.range(60).map(lambda _, generator=generator: generator.uniform([]))
+        assert count(source(numbers, BatchOptions(4), "data").example) == 3
+        drawn_numbers.append(generator.uniform([]).numpy())
+    assert len(set(drawn_numbers)) == 1
+
+
 @pytest.mark.parametrize("shape", [[], [2]])
 def test_the_first_examples_of_a_stream_keep_their_dtypes(shape):
     arrays = {dtype: np.full([4, *shape], 1, dtype) for dtype in ("uint8", "int64", "float32", "complex64", "bool")}
