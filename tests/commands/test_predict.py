@@ -31,6 +31,7 @@ from loop import ArrayData, TrainTask
 class Mine(TrainTask):
     examples: int = 10_001
     kills_at: int = -1
+    stops_at: int = -1
 
     def build_model(self):
         return keras.Sequential([keras.Input((300,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(3)])
@@ -53,6 +54,9 @@ class Mine(TrainTask):
             if self.kills_at in ids and not os.path.exists("killed"):
                 open("killed", "w").close()
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.stops_at in ids and not os.path.exists("stopped"):
+                open("stopped", "w").close()
+                os.kill(int(os.environ.get("TFLOOP_LAUNCHER", os.getpid())), signal.SIGTERM)
             with open("seen", "a") as file:
                 print(ids[0], file=file)
             return ids
@@ -117,6 +121,19 @@ def test_a_job_that_was_killed_goes_on_with_the_same_bytes(trained, alone):
     assert predicted(trained, "two.npz", "--workers", 3, "--set", "kills_at=7000") == alone
     seen = sorted(int(first) for first in (trained / "seen").read_text().split())
     assert seen == [block * 64 for block in range(157) if block // 2 not in complete]
+
+
+@needs_horovod
+@pytest.mark.parametrize("workers", [(), ("--workers", 2)])
+def test_a_prediction_that_is_stopped_says_that_it_can_go_on(trained, alone, workers):
+    typed = ["--set", "stops_at=7000", *workers]
+    out = f"stopped{len(workers)}.npz"
+    stopped = tfloop("predict", "run", "--out", out, "--batch-size", 64, *typed, cwd=trained)
+    assert stopped.returncode == 75, stopped.stderr
+    said = stopped.stderr.splitlines()[-1]
+    assert said == "stopped: what is predicted is kept, and the same command goes on from there"
+    assert predicted(trained, out, *typed) == alone
+    (trained / "stopped").unlink()
 
 
 # In this process

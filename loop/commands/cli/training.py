@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -19,10 +20,10 @@ from loop.commands import config, conversion, dry_run, runs, serving_layout, tra
 from loop.commands import train as train_
 from loop.commands.cli import help as help_
 from loop.commands.cli import options as typed
-from loop.commands.cli.output import finish, shown_stages
+from loop.commands.cli.output import finish, shown_stages, stopped_clean
 from loop.commands.cli.signature import takes
 from loop.commands.prediction_output import check_data, check_out, shown_parts, threads_for
-from loop.errors import UsageError
+from loop.errors import PREEMPTED, UsageError
 from loop.launch import explain, stderr
 from loop.launch.backend_choice import choose_for_command
 from loop.launch.environment import JOB, job_size
@@ -36,6 +37,9 @@ _FILE_ENDINGS = (".npz", ".keras", ".h5", ".hdf5", ".onnx", ".tflite", ".pb", ".
 
 _EXPORTED_ENDINGS = (".npz", ".keras", ".onnx", ".tflite")
 """Those of them that `export` writes."""
+
+_KEPT = "what is predicted is kept, and the same command goes on from there"
+"""What a prediction that was stopped leaves."""
 
 
 class Configurable(help_.Command):
@@ -213,8 +217,12 @@ def predict(
         # As in `evaluate`. The launcher draws the bar, by the parts that its workers have written.
         with shown_parts(out):
             ended = run_job(backend_name, workers or 1, sys.argv[1:])[:3]
+        if ended[0] == PREEMPTED:
+            tell(f"stopped: {_KEPT}")
         finish(*ended, as_json, _prediction_lines)
-    with reporting() as report, shown_parts(out), stderr.quiet_start():
+    # A worker of a job ends as its launcher says, which tells of it.
+    stoppable = contextlib.nullcontext() if JOB in os.environ else stopped_clean(_KEPT)
+    with stoppable, reporting() as report, shown_parts(out), stderr.quiet_start():
         from loop import backends
         from loop.commands.predict import predict as predict_
         from loop.run import run_directory
