@@ -1027,6 +1027,25 @@ def test_a_worker_without_rows_of_the_last_batch_maps_in_its_graph_all_the_same(
     assert isinstance(ahead, GraphReadAhead)
 
 
+@pytest.mark.parametrize(
+    ("map", "is_drawn"),
+    [
+        (lambda inputs: inputs + np.random.rand(), True),
+        (lambda inputs: inputs[: np.random.randint(2, 100)], True),  # another shape
+        (lambda inputs: {"inputs": inputs, "text": str(np.random.rand())}, True),
+        (tf.function(lambda inputs: inputs + tf.random.uniform([])), True),
+        (lambda inputs: {"inputs": inputs * np.nan, "text": f"{inputs[0]}"}, False),
+        (lambda inputs, seed: inputs + np.random.default_rng(seed).random(), False),
+    ],
+)
+def test_examples_that_are_others_when_they_are_read_again_are_said(map, is_drawn):
+    data = loop.IndexedData(np.repeat(INPUTS, 20, 1), map=map, on_bad_example="skip")
+    said = pytest.warns(UserWarning, match="example 0 has other values when it is read again")
+    with said if is_drawn else contextlib.nullcontext(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*it is left out")  # those of another shape
+        source(data, BatchOptions(8), "train_data()")
+
+
 def test_a_run_names_the_example_that_fails_in_a_graph(quiet, tmp_path):
     labels = tf.function(lambda example: (example[0], tf.cast(0 * _not_17(example[1]), tf.int64)))
     with pytest.raises(TrainingError, match=r"^example 17 can't be read"):
