@@ -1285,6 +1285,12 @@ def test_a_sequence_that_is_longer_than_its_length_says_is_named():
         source(data, BatchOptions(2), "train_data()")
 
 
+def test_what_was_sent_to_all_processes_is_kept_no_longer():
+    made, _ = _read_by(2, lambda readers: loop.IndexedData(Items(), readers=readers), steps=0)
+    assert not _processes(made)._payload
+    made.close()
+
+
 def test_what_fails_in_a_process_is_named():
     made, _ = _read_by(1, lambda readers: loop.IndexedData(Items(bad=[3]), readers=readers), steps=0)
     try:
