@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from loop.data.batch import BatchOptions, ReadBatch, Rows
 from loop.data.batch_filler import BatchFiller
 from loop.data.batch_layout import BatchLayout, HandedOver
 from loop.data.example_parts import Example, flatten
-from loop.data.examples import example_seeds, specs_of, unusable
+from loop.data.examples import BadExampleError, example_seeds, leaves_of, specs_of, unusable
 from loop.data.host_reader import HostReader
 from loop.data.indexed import IndexedData
 from loop.data.padding import lengthened
@@ -48,7 +49,9 @@ class IndexedSource(ArraySource):
     def _open(self, data: IndexedData) -> int:
         self.data = data
         # The first example says what all others are like.
-        index, first = _first_example(data, self.options.seed)
+        index, first, seeds = _first_example(data, self.options.seed)
+        if data.calls_user:
+            _warn_of_draws(data, index, first, seeds)
         self._first = _arrays_and_copies(first)
         self._layout = BatchLayout(data, first, index)
         self._reader = HostReader(data, self.options, self._layout, self.steps_per_epoch or 0)
@@ -180,8 +183,8 @@ class IndexedSource(ArraySource):
         return blocks
 
 
-def _first_example(data: IndexedData, seed: int) -> tuple[int, Example]:
-    """The number in the source of the first example of epoch 0, and the example.
+def _first_example(data: IndexedData, seed: int) -> tuple[int, Example, np.ndarray]:
+    """The number in the source of the first example of epoch 0, the example, and its seeds: int64 [1, 2].
 
     Where bad examples are left out, it is the first of a few that can be read.
 
@@ -196,11 +199,38 @@ def _first_example(data: IndexedData, seed: int) -> tuple[int, Example]:
             [first] = data.reader.read(np.array([index]), seeds[row : row + 1])
             if not isinstance(first, Exception):
                 specs_of(first, index)  # which refuses what is no array, such as a null of a table
-                return index, first
+                return index, first, seeds[row : row + 1]
         except Exception as error:
             first = error
         failures.append(unusable(index, first))
     raise failures[0]
+
+
+def _warn_of_draws(data: IndexedData, index: int, example: Example, seeds: np.ndarray) -> None:
+    """Warns if an example is another one when it is read again: which draws it gets depends on threads and replicas.
+
+    Args:
+        data: the data.
+        index: the number of the example in the source.
+        example: what was read first.
+        seeds: its seeds: int64 [1, 2].
+    """
+    specs = specs_of(example, index)
+    [again] = data.reader.read(np.array([index]), seeds)
+    if isinstance(again, Exception):
+        return  # training tells of it, or leaves it out
+    try:
+        pairs = zip(leaves_of(example, specs, index), leaves_of(again, specs, index), strict=True)
+        # Texts are objects, whose bytes are those of their addresses.
+        if all(one.tobytes() == other.tobytes() or one.tolist() == other.tolist() for one, other in pairs):
+            return
+    except BadExampleError:  # such as another shape
+        pass
+    warnings.warn(
+        f"IndexedData: example {index} has other values when it is read again, so that a resumed run, or one on other "
+        "replicas, has other numbers: draw random numbers in a map(example, seed), from its seed",
+        stacklevel=2,
+    )
 
 
 def _arrays_and_copies(example: Example) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -83,7 +83,8 @@ class ReaderProcess:
         self._poll.register(self._answers, select.POLLIN)
         self._ready = False
         with contextlib.suppress(BrokenPipeError):  # `read` says that it has ended
-            self._requests.write(len(payload).to_bytes(8) + payload)
+            self._requests.write(len(payload).to_bytes(8))
+            self._requests.write(payload)  # by itself: it may have gigabytes, of which no copy is to be made
             self._requests.flush()
 
     @property
@@ -157,6 +158,8 @@ class ReaderProcesses:
         if process is None:
             process = ReaderProcess(self._payload, thread)
             self._processes[thread] = process  # no lock: each thread has a place of its own
+            if None not in self._processes:
+                self._payload = b""  # it may have all examples of a source in memory
         return process if process.ready else None
 
     def close(self) -> None:

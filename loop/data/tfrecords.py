@@ -135,15 +135,7 @@ def records(
     patterns = [pattern] if isinstance(pattern, str | os.PathLike) else list(pattern)
     paths: list[Path] = []
     for one_pattern in patterns:
-        path = Path(one_pattern)
-        # A file of this very name is meant, also where the name has brackets or stars in it.
-        found = [path] if path.exists() else list(map(Path, sorted(glob.glob(os.fspath(one_pattern)))))  # noqa: PTH207
-        # Each one by itself: of several, a missing file would leave examples out without a word.
-        if not found:
-            raise UsageError(
-                f"loop.records({os.fspath(one_pattern)!r}): there is no such file: give the path of one, or a pattern"
-            )
-        paths += found
+        paths += _files_of(os.fspath(one_pattern))
     if not paths:
         raise UsageError("loop.records([]): give the path of at least one file, or a pattern")
     for path in paths:
@@ -156,6 +148,22 @@ def records(
                 "leave features out and parse the bytes in the map of IndexedData"
             )
     return RecordSource(paths, features)
+
+
+def _files_of(pattern: str) -> list[Path]:
+    """The files of a path or pattern."""
+    path = Path(pattern)
+    # A file of this very name is meant, also where the name has brackets or stars in it.
+    found = [path] if path.exists() else list(map(Path, sorted(glob.glob(pattern))))  # noqa: PTH207
+    # Each pattern by itself: of several, a missing file would leave examples out without a word.
+    if found:
+        return found
+    if "://" in pattern:
+        raise UsageError(
+            f"loop.records({pattern!r}): only files of this machine are read by index: mount or copy them; or read "
+            "them as a stream, with tf.data.TFRecordDataset"
+        )
+    raise UsageError(f"loop.records({pattern!r}): there is no such file: give the path of one, or a pattern")
 
 
 def _offsets_of_all(paths: Sequence[Path]) -> list[np.ndarray]:

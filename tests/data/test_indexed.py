@@ -1054,6 +1054,25 @@ def test_a_worker_without_rows_of_the_last_batch_maps_in_its_graph_all_the_same(
     assert isinstance(ahead, GraphReadAhead)
 
 
+@pytest.mark.parametrize(
+    ("map", "is_drawn"),
+    [
+        (lambda inputs: inputs + np.random.rand(), True),
+        (lambda inputs: inputs[: np.random.randint(2, 100)], True),  # another shape
+        (lambda inputs: {"inputs": inputs, "text": str(np.random.rand())}, True),
+        (tf.function(lambda inputs: inputs + tf.random.uniform([])), True),
+        (lambda inputs: {"inputs": inputs * np.nan, "text": f"{inputs[0]}"}, False),
+        (lambda inputs, seed: inputs + np.random.default_rng(seed).random(), False),
+    ],
+)
+def test_examples_that_are_others_when_they_are_read_again_are_said(map, is_drawn):
+    data = loop.IndexedData(np.repeat(INPUTS, 20, 1), map=map, on_bad_example="skip")
+    said = pytest.warns(UserWarning, match="example 0 has other values when it is read again")
+    with said if is_drawn else contextlib.nullcontext(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*it is left out")  # those of another shape
+        source(data, BatchOptions(8), "train_data()")
+
+
 def test_a_run_names_the_example_that_fails_in_a_graph(quiet, tmp_path):
     labels = tf.function(lambda example: (example[0], tf.cast(0 * _not_17(example[1]), tf.int64)))
     with pytest.raises(TrainingError, match=r"^example 17 can't be read"):
@@ -1302,6 +1321,12 @@ def test_a_sequence_that_is_longer_than_its_length_says_is_named():
     data = loop.IndexedData(loop.sequences(np.arange(9), [4, 5]), padding=0, lengths=[4, 3])
     with pytest.raises(UsageError, match="example 1: array 0: length 5, more than lengths"):
         source(data, BatchOptions(2), "train_data()")
+
+
+def test_what_was_sent_to_all_processes_is_kept_no_longer():
+    made, _ = _read_by(2, lambda readers: loop.IndexedData(Items(), readers=readers), steps=0)
+    assert not _processes(made)._payload
+    made.close()
 
 
 def test_what_fails_in_a_process_is_named():
