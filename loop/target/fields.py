@@ -385,7 +385,7 @@ def _restored_sequence(kind: Hint, values: list[Value]) -> list[Value] | tuple[V
 
 
 def _is_recorded_as_text(kind: Hint, value: Value, is_plain: bool) -> bool:
-    """Whether JSON has a text (an enum member may be a number) for a value of this type; `is_plain`: not as it seems."""
+    """Whether JSON has a text, of an enum also a number, for a value of this type; `is_plain`: not as it seems."""
     if _is_class(kind, enum.Enum):
         return value in map(str, kind) if is_plain else isinstance(value, str | int | float)
     return isinstance(value, str) and not is_plain and (kind is float or _is_class(kind, PurePath))
