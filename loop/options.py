@@ -264,16 +264,15 @@ def with_defaults(task: HasDefaults | None, given: Mapping[str, object]) -> Opti
             raise UsageError(
                 f"{type(task).__name__}.defaults has {name!r}: fit has no such option{nearest(name, DEFAULTS)}"
             )
-    passed: dict[str, object] = {}  # None counts as not given
-    for name, value in given.items():
-        if value is not None:
-            passed[name] = whole(value)
+    passed = {name: whole(value) for name, value in given.items() if value is not None}  # None counts as not given
 
     phases = [] if task is None else phases_of(task)
     # Before the values are merged: a task's own length is no mistake beside one that the caller gives.
     _refuse_two_lengths(task, phases, own, passed)
-    if "epochs" in passed:
-        own.pop("steps", None)  # epochs that the caller gives win over steps that the task gives
+    # What the caller gives wins over what the task gives in its place.
+    for name, other in (("epochs", "steps"), ("clip_norm", "clip_value"), ("clip_value", "clip_norm")):
+        if name in passed:
+            own.pop(other, None)
     options = {**DEFAULTS, **own, **passed}
     if options["overfit"] is not None:
         # A few batches are to be memorized: the task's own default for shuffle doesn't count.

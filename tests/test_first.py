@@ -125,7 +125,7 @@ def words(line):
 # --dry-run
 
 TASKS = """
-import keras, tensorflow as tf
+import os, callbacks, keras, tensorflow as tf
 from loop import TrainTask
 from tests.tasks import *
 
@@ -156,6 +156,10 @@ class Dicts(Unweighted):
 
     def compute(self, model, batch, training):
         return {"loss": (tf.cast(model(batch["in"]["x"], training=training), "float32") - batch["out"])[:, 0] ** 2}
+
+class Tracked(Weighted):
+    def build_callbacks(self):
+        return [callbacks.MLflowTracker(os.environ["STORE"]), callbacks.Checkpoint(every=1)]
 
 class Pair(keras.Model):
     def __init__(self):
@@ -242,6 +246,11 @@ def test_a_dry_run_of_a_model_whose_outputs_are_not_all_tensors(dry):
         {"name": "", "dtype": "float32", "shape": [32, 1]},
         {"name": "rows", "dtype": "float32", "shape": [1, None, 5]},
     ]
+
+
+def test_a_dry_run_goes_without_the_checkpoints_and_the_tracker_of_the_task(dry, tmp_path, monkeypatch):
+    monkeypatch.setenv("STORE", f"sqlite:///{tmp_path / 'store.db'}")
+    assert dry("mine.py:Tracked")["steps"] == 2
 
 
 # overfit

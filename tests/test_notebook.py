@@ -195,6 +195,23 @@ def test_what_changes_a_variable_within_a_statement_is_found():
     assert cells_.needed_statements(cells, "Task") == ["data = []", cells[1], cells[2], cells[5]]
 
 
+def test_what_is_set_on_a_class_a_function_or_a_module_is_found():
+    """Workers had the class as its cell says."""
+    cells = [
+        "import settings",
+        "class Task:\n    rate = 0.1",
+        "Task.rate = 0.3",  # on a class that isn't there any more
+        "class Task:\n    rate = settings.RATE\n    def use(self):\n        return helper()",
+        "def helper():\n    return helper.number",
+        "settings.RATE = 0.2",
+        "Task.rate += 1",
+        "helper.number = 1",
+        "Task.rate\nTask.show()\nprint(Task.rate)",
+        "for rate in (1, 2):\n    Task.rate = rate\n    loop.fit(Task(), workers=2)",
+    ]
+    assert cells_.needed_statements(cells, "Task") == [cells[0], *cells[3:8]]
+
+
 def test_what_a_magic_runs_in_the_notebook_is_found():
     magics = [
         "get_ipython().run_cell_magic('time', '', 'import os\\n\\nclass Base:\\n    pass\\n')",

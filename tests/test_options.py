@@ -43,6 +43,18 @@ def test_each_option_is_there_once_and_its_default_is_valid():
     assert with_defaults(None, {}) == DEFAULTS
 
 
+class Clipped(TrainTask):
+    defaults = {"clip_norm": 1.0}
+
+
+def test_a_clip_that_the_caller_gives_takes_the_place_of_the_other_one_of_the_task():
+    options = with_defaults(Clipped(), {"clip_value": 0.5})
+    assert (options["clip_norm"], options["clip_value"]) == (None, 0.5)
+    assert with_defaults(Clipped(), {})["clip_norm"] == 1.0
+    with pytest.raises(UsageError, match="give one of the two"):
+        with_defaults(Clipped(), {"clip_norm": 2.0, "clip_value": 0.5})
+
+
 def test_what_changes_the_result_is_kept():
     kept = {"batch_size", "seed", "shuffle", "drop_remainder", "precision", "accumulate", "clip_norm", "clip_value"}
     kept |= {"on_nonfinite", "sync_batch_norm", "ema", "compression", "reduction", "local_steps", "overfit"}

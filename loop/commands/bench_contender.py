@@ -64,6 +64,7 @@ def _speed(task: TrainTask, asked: dict[str, object]) -> float:
 
 def _check(task: TrainTask) -> None:
     """Refuses tasks that a short loop doesn't train as tfloop does."""
+    from loop.options import DEFAULTS, with_defaults
     from loop.task import TrainTask
 
     if type(task).train_step is not TrainTask.train_step:
@@ -72,6 +73,9 @@ def _check(task: TrainTask) -> None:
         raise _NotComparableError("the task has metrics with a state, which a plain loop would have to keep")
     if task.phases():
         raise _NotComparableError("the task has several phases")
+    precision = with_defaults(task, {})["precision"]
+    if precision != DEFAULTS["precision"]:
+        raise _NotComparableError(f"the task trains in {precision} by itself, and a plain loop would in float32")
 
 
 def _optimizer(task: TrainTask) -> Optimizer:

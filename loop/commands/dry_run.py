@@ -74,6 +74,7 @@ class _Look(Callback):
 
     runs_on: ClassVar[Literal["chief", "all"]] = "all"
     every = tuple(range(1, STEPS + 1))
+    alone = True  # nothing of a dry run is kept, neither here nor in MLflow
 
     def __init__(self) -> None:
         self.about: JsonObject = {}

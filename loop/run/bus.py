@@ -8,7 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from callbacks import EVENTS, Callback, Checkpoint, EvaluateBeside, LambdaCallback, Profiler, Schedule, complete
+from callbacks import (
+    EVENTS,
+    Callback,
+    Checkpoint,
+    EvaluateBeside,
+    LambdaCallback,
+    MLflowTracker,
+    Profiler,
+    Progress,
+    Schedule,
+    StandardSet,
+    complete,
+)
 from callbacks.nearest import nearest
 from callbacks.run_record.redaction import tell
 from loop.data import Data
@@ -27,6 +39,9 @@ def callbacks_of(task: TrainTask, given: Iterable[Callback] | None, options: Opt
     own = task.build_callbacks()
     _check_list([] if given is None else given, "callbacks is an object")
     _check_list(own, "build_callbacks() returned an object")
+    # What a command tries or measures goes without these, also where the task has them: see `callback_option`.
+    if isinstance(given, StandardSet) and any(getattr(callback, "alone", False) for callback in given):
+        own = [callback for callback in own if not isinstance(callback, Checkpoint | MLflowTracker | Progress)]
     callbacks = complete(given, own)
     if options["profile"]:
         callbacks.append(Profiler(*map(int, options["profile"].split(":"))))

@@ -93,6 +93,8 @@ class _Statement:
         self.imports = isinstance(node, ast.Import | ast.ImportFrom)
         self.binds = set(bound_by(node))
         self.changes = set(_changed(node))
+        # Not within a loop or an `if`, which may also train.
+        self.sets = self.changes if isinstance(node, ast.Assign | ast.AugAssign | ast.Delete) else set()
         self.uses = set(_used(symtable.symtable(self.text, "cell", "exec")))
         if isinstance(node, ast.For):
             # A loop sets its variable itself: other loops with one of this name, perhaps of trainings, stay out.
@@ -132,17 +134,19 @@ def _run_by_magic(node: ast.stmt) -> str:
 
 
 def _that_make(statements: Sequence[_Statement], name: str) -> Iterator[int]:
-    """The statements that bind a name, or change what it is bound to; of definitions, the last one."""
+    """The statements that bind a name, or change what it is bound to; of definitions, from the last one on."""
     # A call such as `keras.utils.set_random_seed(0)` changes no variable of the notebook.
     is_variable = any(statement.assigns(name) for statement in statements)
-    definitions = []
+    definition: list[int] = []
     for index, statement in enumerate(statements):
         is_bound = name in statement.binds
         if is_bound and statement.defines:
-            definitions.append(index)
+            definition = [index]  # what was set on an earlier class or function is gone
         elif is_bound or (is_variable and name in statement.changes):
             yield index
-    yield from definitions[-1:]
+        elif name in statement.sets:  # `Task.rate = 0.1`, of a class, a function or a module
+            definition.append(index)
+    yield from definition
 
 
 def _used(table: symtable.SymbolTable) -> Iterator[str]:

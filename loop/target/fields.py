@@ -368,8 +368,8 @@ def _restored(hint: Hint, value: Value) -> Value:
             if isinstance(value, list) and _is_sequence(kind):
                 return _restored_sequence(kind, value)
             # The order decides between `Path | str` and `str | Path`, as for what is typed.
-            may_be_text = str in (kinds if kind is float else kinds[:index])
-            if _is_recorded_as_text(kind, value, may_be_text):
+            preferred = kinds if kind is float else kinds[:index]
+            if _is_recorded_as_text(kind, value, type(value) in preferred):
                 return _one(kind, str(value))
         except ValueError:  # perhaps it is one of the other types
             continue
@@ -384,11 +384,11 @@ def _restored_sequence(kind: Hint, values: list[Value]) -> list[Value] | tuple[V
     return elements if _origin(kind) is list else tuple(elements)
 
 
-def _is_recorded_as_text(kind: Hint, value: Value, may_be_text: bool) -> bool:
-    """Whether JSON has a text (for an enum member also a number) in place of a value of this type."""
+def _is_recorded_as_text(kind: Hint, value: Value, is_plain: bool) -> bool:
+    """Whether JSON has a text, of an enum also a number, for a value of this type; `is_plain`: not as it seems."""
     if _is_class(kind, enum.Enum):
-        return isinstance(value, str | int | float)
-    return isinstance(value, str) and not may_be_text and (kind is float or _is_class(kind, PurePath))
+        return value in map(str, kind) if is_plain else isinstance(value, str | int | float)
+    return isinstance(value, str) and not is_plain and (kind is float or _is_class(kind, PurePath))
 
 
 def _is_class(kind: Hint, *classes: type) -> bool:

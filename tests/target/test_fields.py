@@ -53,6 +53,9 @@ class Typed:
     rate: float = 1.0
     place_or_text: Path | str = ""
     text_or_place: str | Path = ""
+    text_or_act: str | Activation = ""
+    act_or_text: Activation | str = ""
+    number_or_act: int | Activation = 0
     bare: tuple = ()
     bare_list: List = None  # noqa: UP006 - as some write it
     bare_sequence: typing.Sequence = ()
@@ -99,6 +102,10 @@ class Typed:
         ("rate=inf", float("inf")),
         ("place_or_text=/a", Path("/a")),
         ("text_or_place=/a", "/a"),
+        ("text_or_act=relu", "relu"),
+        ("act_or_text=relu", Activation.RELU),
+        ("act_or_text=gelu", "gelu"),
+        ("number_or_act=relu", Activation.RELU),
     ],
 )
 def test_what_is_typed_has_the_type_of_the_field_and_comes_back_from_a_run(text, value):
@@ -111,6 +118,11 @@ def test_what_is_typed_has_the_type_of_the_field_and_comes_back_from_a_run(text,
     again = restored(Typed, recorded)[name]
     assert again == value
     assert type(again) is type(value)
+
+
+def test_a_member_comes_back_where_a_text_was_possible():
+    recorded = plain({"text_or_act": Activation.RELU})
+    assert restored(Typed, recorded) == {"text_or_act": Activation.RELU}
 
 
 @pytest.mark.parametrize(
