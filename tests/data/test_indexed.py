@@ -607,6 +607,16 @@ def test_xla_computes_what_is_left_of_a_batch(batch_size, quiet):
         np.testing.assert_allclose(xla, graph, atol=5e-6)
 
 
+def test_xla_drops_out_of_what_is_left_also_after_a_run_that_draws_by_row(quiet):
+    """It ended with an error of TensorFlow where the same process had trained in the graph, or on several replicas."""
+    for compile in ("graph", "xla"):
+        data = loop.IndexedData(Items(bad=range(1, 103, 3)), on_bad_example="skip")
+        options = {"epochs": 1, "batch_size": 16, "backend": "single", "callbacks": quiet()}
+        with pytest.warns(UserWarning, match="it is left out"):
+            found = loop.fit(Task(data, dropout=0.5), compile=compile, **options)
+        assert found.examples == 69
+
+
 @dataclasses.dataclass
 class Overflowing(Task):
     """Each loss is noted; that of example 41 is infinite."""
