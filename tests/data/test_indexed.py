@@ -528,6 +528,16 @@ def test_a_null_of_a_table_is_a_bad_example_without_those_that_are_read_with_it(
         _opened(loop.IndexedData(make({"list": pyarrow.array([[1], None])})))
 
 
+def test_rows_of_a_table_are_read_batch_by_batch():
+    """Arrow joined the whole column for each read, which fails for texts of 2 GiB and more."""
+    batch = pyarrow.array([f"{number}{'x' * 2**20}" for number in range(32)])
+    table = pyarrow.table({"text": pyarrow.chunked_array([batch] * 70), "number": np.arange(32 * 70)})
+    asked = np.array([2239, 5, 70, 5, 2000, 6])
+    examples = loop.IndexedData(table).reader.unmapped(asked)
+    assert [example["number"] for example in examples] == asked.tolist()
+    assert [example["text"].rstrip("x") for example in examples] == [str(number % 32) for number in asked]
+
+
 def test_categories_of_pandas_are_their_values(tmp_path):
     """A null was another category; and a file whose groups of rows have categories of their own was refused."""
     path = tmp_path / "data.parquet"
