@@ -53,6 +53,32 @@ class Table:
         return [of_batches[place] for place in places]
 
 
+class ParquetRows(Table):
+    """The rows of a Parquet file.
+
+    Parquet is compressed in groups of rows, of which a whole one would be read for each row. So they are kept as an
+    Arrow file, which is mapped into memory.
+
+    Args:
+        path: of the Parquet file.
+        arrow_file: the Arrow file; None: it is found in the cache, or made.
+
+    Raises:
+        UsageError: it is no Parquet file.
+    """
+
+    def __init__(self, path: Path, arrow_file: Path | None = None) -> None:
+        import pyarrow  # late, as below
+
+        self._path = path
+        self._arrow_file = arrow_file or _arrow_file_of(path)
+        super().__init__(pyarrow.ipc.open_file(pyarrow.memory_map(str(self._arrow_file))).read_all())
+
+    def __reduce__(self) -> tuple[type[ParquetRows], tuple[Path, Path]]:
+        """A process that reads maps the same file: it may be larger than memory."""
+        return ParquetRows, (self._path, self._arrow_file.absolute())
+
+
 def _column(column: pyarrow.ChunkedArray) -> Sequence[Part]:
     """The values of an Arrow column, with the dtypes that they have there."""
     import pyarrow  # late, as below
@@ -77,14 +103,8 @@ def _column(column: pyarrow.ChunkedArray) -> Sequence[Part]:
     return column.to_numpy(zero_copy_only=False)  # bits and nulls are copied
 
 
-def table_of(path: Path) -> pyarrow.Table:
-    """The rows of a Parquet file, as an Arrow table in a file that is mapped into memory.
-
-    Parquet is compressed in groups of rows, of which a whole one would be read for each row.
-
-    Raises:
-        UsageError: it is no Parquet file.
-    """
+def _arrow_file_of(path: Path) -> Path:
+    """The Arrow file in the cache with the rows of a Parquet file; it is made if it isn't there."""
     import pyarrow  # late: it takes long to import, and only users of Parquet files need it
     import pyarrow.parquet
 
@@ -101,7 +121,7 @@ def table_of(path: Path) -> pyarrow.Table:
                         writer.write_table(table if table.schema.equals(schema) else table.cast(schema))
         except pyarrow.ArrowException as error:
             raise UsageError(f"IndexedData({str(path)!r}): it can't be read as a Parquet file ({error})") from None
-    return pyarrow.ipc.open_file(pyarrow.memory_map(str(target))).read_all()
+    return target
 
 
 def _without_categories(schema: pyarrow.Schema) -> pyarrow.Schema:

@@ -14,7 +14,7 @@ import numpy as np
 from loop.data.data_files import DataFile
 from loop.data.example_parts import Columns, Example, count_of, dicts_of, refuse_masked, rows_of, without_lists
 from loop.data.mapped_memory import AT_ONCE, LARGE, MAPPED_MEMORY
-from loop.data.parquet import Table, table_of
+from loop.data.parquet import ParquetRows, Table
 from loop.errors import UsageError
 
 Source: TypeAlias = Any
@@ -343,7 +343,7 @@ def _of_file(path: Path) -> Reader:
             raise UsageError(f"IndexedData({str(path)!r}): it can't be read as an .npy file ({error})") from None
         return ArrayRows(array)  # not within `try`: what it refuses was read well
     if path.suffix == ".parquet":
-        return Table(table_of(path))
+        return ParquetRows(path)
     raise UsageError(
         f"IndexedData({str(path)!r}): only .npy and .parquet files are read by name: for TFRecord files use "
         "loop.records(...), for others an object with a length and [index]"

@@ -538,6 +538,15 @@ def test_rows_of_a_table_are_read_batch_by_batch():
     assert [example["text"].rstrip("x") for example in examples] == [str(number % 32) for number in asked]
 
 
+def test_a_process_maps_a_parquet_file_itself(tmp_path):
+    reader = loop.IndexedData(_parquet(tmp_path)).reader
+    sent = pickle.dumps(reader)
+    assert INPUTS[50].tobytes() not in sent
+    [expected] = reader.unmapped(np.array([50]))
+    [found] = pickle.loads(sent).unmapped(np.array([50]))
+    np.testing.assert_equal(found, expected)
+
+
 def test_categories_of_pandas_are_their_values(tmp_path):
     """A null was another category; and a file whose groups of rows have categories of their own was refused."""
     path = tmp_path / "data.parquet"
