@@ -256,7 +256,7 @@ def _bucketed(length):
         (lambda: Padding(multiple=0), r"Padding\(multiple=0\): give an integer of at least 1"),
         (lambda: Padding(bucket_by="length"), "give True, or a function of an example"),
         (lambda: opened(ArrayData([[1], [2, 3]], padding=0.5)), "0.5 is no value of dtype int64, of array 0"),
-        (lambda: opened(ArrayData([["a"], []], padding=1)), "1 is no value of dtype <U1, of array 0"),
+        (lambda: opened(ArrayData([["a"], []], padding=1)), "1 is no text, of array 0"),
         (lambda: opened(ArrayData([[1], [2, 3]], padding=Padding(mask="x"))), "'x' is not padded; these are: 0"),
         (
             lambda: opened(ArrayData({"mask": [[1], [2, 3]]}, padding=0)).head(1),
