@@ -1,26 +1,110 @@
-"""Parquet files as tables that are read by row: kept beside the cache as an Arrow file, which is mapped into memory."""
+"""Arrow tables that are read by row; and Parquet files as such: kept as an Arrow file, which is mapped into memory."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from callbacks.files import hidden_name, replacing
 from loop.data.data_files import cached
+from loop.data.example_parts import Example, Part, dicts_of
 from loop.errors import UsageError
 
 if TYPE_CHECKING:
     import pyarrow
 
 
-def table_of(path: Path) -> Any:
-    """The rows of a Parquet file, as an Arrow table in a file that is mapped into memory.
+class Table:
+    """An Arrow table, whose rows are dicts.
 
-    Parquet is compressed in groups of rows, of which a whole one would be read for each row.
+    Args:
+        table: the table, or a record batch.
+    """
+
+    by_column = False
+
+    def __init__(self, table: pyarrow.Table | pyarrow.RecordBatch) -> None:
+        self._schema = table.schema
+        self._batches = table.to_batches() if hasattr(table, "to_batches") else [table]
+        self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def read(self, indices: np.ndarray) -> list[Example]:
+        import pyarrow  # late, as below
+
+        # From each batch by itself: of a whole table, Arrow would join all batches first, which takes as long as to
+        # read all of it, and fails for texts of 2 GiB and more.
+        numbers = np.searchsorted(self._ends, indices, "right")
+        taken = []
+        for number in np.unique(numbers).tolist():
+            first = self._ends[number] - self._batches[number].num_rows
+            taken.append(self._batches[number].take(pyarrow.array(indices[numbers == number] - first)))
+        rows = pyarrow.Table.from_batches(taken, self._schema)
+        columns = {name: _column(rows[name]) for name in rows.column_names}
+        of_batches = dicts_of(columns, len(indices))
+
+        # They stand by batches, and back in the order in which they are asked for.
+        places = np.argsort(np.argsort(numbers, kind="stable"))
+        return [of_batches[place] for place in places]
+
+
+class ParquetRows(Table):
+    """The rows of a Parquet file.
+
+    Parquet is compressed in groups of rows, of which a whole one would be read for each row. So they are kept as an
+    Arrow file, which is mapped into memory.
+
+    Args:
+        path: of the Parquet file.
+        arrow_file: the Arrow file; None: it is found in the cache, or made.
 
     Raises:
         UsageError: it is no Parquet file; or the cache can't be written.
     """
+
+    def __init__(self, path: Path, arrow_file: Path | None = None) -> None:
+        import pyarrow  # late, as below
+
+        self._path = path
+        self._arrow_file = arrow_file or _arrow_file_of(path)
+        super().__init__(pyarrow.ipc.open_file(pyarrow.memory_map(str(self._arrow_file))).read_all())
+
+    def __reduce__(self) -> tuple[type[ParquetRows], tuple[Path, Path]]:
+        """A process that reads maps the same file: it may be larger than memory."""
+        return ParquetRows, (self._path, self._arrow_file.absolute())
+
+
+def _column(column: pyarrow.ChunkedArray) -> Sequence[Part]:
+    """The values of an Arrow column, with the dtypes that they have there."""
+    import pyarrow  # late, as below
+
+    types = pyarrow.types
+    arrow_type = column.type
+    if types.is_dictionary(arrow_type):
+        # Such as categories of pandas, of which `to_numpy` makes a null one of the others.
+        return _column(column.cast(arrow_type.value_type))
+    if any(is_of_lists(arrow_type) for is_of_lists in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
+        # `to_pylist` would make Python's numbers, which have lost their dtype.
+        return [value.values.to_numpy(zero_copy_only=False) if value.is_valid else None for value in column]
+    if types.is_string(arrow_type) or types.is_large_string(arrow_type) or types.is_binary(arrow_type):
+        return column.to_pylist()
+    if types.is_integer(arrow_type) and column.null_count:
+        # NumPy makes floats of all, but an example must not depend on which others are read together with it.
+        values: list[Part] = list(column.to_numpy(zero_copy_only=False))
+        rows = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
+        for row, number in zip(rows, column.drop_null().to_numpy(zero_copy_only=False), strict=True):
+            values[row] = number
+        return values
+    return column.to_numpy(zero_copy_only=False)  # bits and nulls are copied
+
+
+def _arrow_file_of(path: Path) -> Path:
+    """The Arrow file in the cache with the rows of a Parquet file; it is made if it isn't there."""
     import pyarrow  # late: it takes long to import, and only users of Parquet files need it
     import pyarrow.parquet
 
@@ -32,7 +116,7 @@ def table_of(path: Path) -> Any:
                 _write(parquet, target)
         except pyarrow.ArrowException as error:
             raise UsageError(f"IndexedData({str(path)!r}): it can't be read as a Parquet file ({error})") from None
-    return pyarrow.ipc.open_file(pyarrow.memory_map(str(target))).read_all()
+    return target
 
 
 def _write(parquet: pyarrow.parquet.ParquetFile, target: Path) -> None:

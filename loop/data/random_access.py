@@ -12,8 +12,9 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 
 from loop.data.data_files import DataFile
-from loop.data.example_parts import Columns, Example, Part, count_of, dicts_of, refuse_masked, rows_of, without_lists
+from loop.data.example_parts import Columns, Example, count_of, dicts_of, refuse_masked, rows_of, without_lists
 from loop.data.mapped_memory import AT_ONCE, LARGE, MAPPED_MEMORY
+from loop.data.parquet import ParquetRows, Table
 from loop.errors import UsageError
 
 Source: TypeAlias = Any
@@ -69,7 +70,7 @@ def reader_of(source: Source) -> Reader:
         return source
     # An Arrow table is recognized by its interface, so that pyarrow isn't imported for other sources.
     if hasattr(source, "__arrow_c_stream__") and hasattr(source, "num_rows"):
-        return _Table(source)
+        return Table(source)
     if not isinstance(source, RandomAccess):
         kind = type(source)
         missing = [name for name in ("__len__", "__getitem__") if not hasattr(kind, name)]
@@ -277,47 +278,6 @@ class Structure:
         return tuple(named.values()) if self._is_tuple else named
 
 
-class _Table:
-    """An Arrow table, whose rows are dicts."""
-
-    by_column = False
-
-    def __init__(self, table: Foreign) -> None:
-        self._table = table
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def read(self, indices: np.ndarray) -> list[Example]:
-        rows = self._table.take(indices)
-        columns = {name: _column(rows[name]) for name in rows.column_names}
-        return dicts_of(columns, len(indices))
-
-
-def _column(column: Foreign) -> Sequence[Part]:
-    """The values of an Arrow column, with the dtypes that they have there."""
-    import pyarrow  # late: it takes long to import, and only Arrow tables need it
-
-    types = pyarrow.types
-    arrow_type = column.type
-    if types.is_dictionary(arrow_type):
-        # Such as categories of pandas, of which `to_numpy` makes a null one of the others.
-        return _column(column.cast(arrow_type.value_type))
-    if any(is_of_lists(arrow_type) for is_of_lists in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
-        # `to_pylist` would make Python's numbers, which have lost their dtype.
-        return [value.values.to_numpy(zero_copy_only=False) if value.is_valid else None for value in column]
-    if types.is_string(arrow_type) or types.is_large_string(arrow_type) or types.is_binary(arrow_type):
-        return column.to_pylist()
-    if types.is_integer(arrow_type) and column.null_count:
-        # NumPy makes floats of all, but an example must not depend on which others are read together with it.
-        values: list[Part] = list(column.to_numpy(zero_copy_only=False))
-        rows = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
-        for row, number in zip(rows, column.drop_null().to_numpy(zero_copy_only=False), strict=True):
-            values[row] = number
-        return values
-    return column.to_numpy(zero_copy_only=False)  # bits and nulls are copied
-
-
 class _Batches:
     """A Keras `PyDataset`: batches by index, whose rows are the examples."""
 
@@ -383,9 +343,7 @@ def _of_file(path: Path) -> Reader:
             raise UsageError(f"IndexedData({str(path)!r}): it can't be read as an .npy file ({error})") from None
         return ArrayRows(array)  # not within `try`: what it refuses was read well
     if path.suffix == ".parquet":
-        from loop.data.parquet import table_of
-
-        return _Table(table_of(path))
+        return ParquetRows(path)
     raise UsageError(
         f"IndexedData({str(path)!r}): only .npy and .parquet files are read by name: for TFRecord files use "
         "loop.records(...), for others an object with a length and [index]"

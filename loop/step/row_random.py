@@ -80,6 +80,9 @@ def _by_row(original: Draw, draw: Draw) -> Draw:
         known = tf.get_static_value(tf.convert_to_tensor(shape, tf.int32))
         if replica is None or (known is not None and not (known.size and known[0] == replica.fixed_rows)):
             return original(shape, seed, *args, **kwargs)
+        # One replica that XLA compiles: TensorFlow's own function draws the same, and XLA finds how many numbers.
+        if isinstance(replica.rows.first, int) and replica.rows.kept is None:
+            return original(shape, seed, *args, **kwargs)
         replica.check_draws()
         return draw(shape, seed, *args, **kwargs)
 

@@ -528,6 +528,25 @@ def test_a_null_of_a_table_is_a_bad_example_without_those_that_are_read_with_it(
         _opened(loop.IndexedData(make({"list": pyarrow.array([[1], None])})))
 
 
+def test_rows_of_a_table_are_read_batch_by_batch():
+    """Arrow joined the whole column for each read, which fails for texts of 2 GiB and more."""
+    batch = pyarrow.array([f"{number}{'x' * 2**20}" for number in range(32)])
+    table = pyarrow.table({"text": pyarrow.chunked_array([batch] * 70), "number": np.arange(32 * 70)})
+    asked = np.array([2239, 5, 70, 5, 2000, 6])
+    examples = loop.IndexedData(table).reader.unmapped(asked)
+    assert [example["number"] for example in examples] == asked.tolist()
+    assert [example["text"].rstrip("x") for example in examples] == [str(number % 32) for number in asked]
+
+
+def test_a_process_maps_a_parquet_file_itself(tmp_path):
+    reader = loop.IndexedData(_parquet(tmp_path)).reader
+    sent = pickle.dumps(reader)
+    assert INPUTS[50].tobytes() not in sent
+    [expected] = reader.unmapped(np.array([50]))
+    [found] = pickle.loads(sent).unmapped(np.array([50]))
+    np.testing.assert_equal(found, expected)
+
+
 def test_categories_of_pandas_are_their_values(tmp_path):
     """A null was another category; and a file whose groups of rows have categories of their own was refused."""
     path = tmp_path / "data.parquet"
@@ -605,6 +624,16 @@ def test_xla_computes_what_is_left_of_a_batch(batch_size, quiet):
             weights.append(loop.fit(Task(data, dropout=0.0), compile=compile, **options).model.weights)
     for graph, xla in zip(*weights, strict=True):
         np.testing.assert_allclose(xla, graph, atol=5e-6)
+
+
+def test_xla_drops_out_of_what_is_left_also_after_a_run_that_draws_by_row(quiet):
+    """It ended with an error of TensorFlow where the same process had trained in the graph, or on several replicas."""
+    for compile in ("graph", "xla"):
+        data = loop.IndexedData(Items(bad=range(1, 103, 3)), on_bad_example="skip")
+        options = {"epochs": 1, "batch_size": 16, "backend": "single", "callbacks": quiet()}
+        with pytest.warns(UserWarning, match="it is left out"):
+            found = loop.fit(Task(data, dropout=0.5), compile=compile, **options)
+        assert found.examples == 69
 
 
 @dataclasses.dataclass

@@ -276,7 +276,7 @@ def _indexed(data):
         (lambda: opened(_streamed(_with_values({"tokens": -1}))), "no array 'tokens'; did you mean 'token'"),
         (lambda: opened(_indexed(_with_values({"tokens": -1}))), "no array 'tokens'; did you mean 'token'"),
         (lambda: opened(ArrayData([[1], [2, 3]], padding=0.5)), "0.5 is no value of dtype int64, of array 0"),
-        (lambda: opened(ArrayData([["a"], []], padding=1)), "1 is no value of dtype <U1, of array 0"),
+        (lambda: opened(ArrayData([["a"], []], padding=1)), "1 is no text, of array 0"),
         (lambda: opened(ArrayData([[1], [2, 3]], padding=Padding(mask="x"))), "'x' is not padded; these are: 0"),
         (
             lambda: opened(ArrayData({"mask": [[1], [2, 3]]}, padding=0)).head(1),
