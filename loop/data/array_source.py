@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.data import shared_arrays
-from loop.data.batch import BatchOptions, Feed, ReadBatch, RowCounts, Rows
+from loop.data.batch import SKIPPED, BatchOptions, Feed, ReadBatch, RowCounts, Rows
 from loop.data.host_random import RandomState
 from loop.data.row_shares import RowShares
 from loop.errors import UsageError
@@ -186,8 +186,13 @@ class ArraySource(PositionSource):
         return alone.replica_rows((epoch, step, alone.read_batch((), epoch, step)), 0)
 
     def batch_rows(self, feed: Feed) -> tf.Tensor:
-        """The number of rows of the global batch of this step: int64 []."""
+        """The number of rows of the global batch of this step, with those that are left out: int64 []."""
         return self._shares.extent(feed[1])[1]
+
+    def own_rows(self, feed: Feed) -> tf.Tensor:
+        """The number of rows that this worker has read of the global batch, without those left out: int64 []."""
+        index, _ = feed[-1]
+        return tf.math.count_nonzero(index != SKIPPED)
 
     def row_counts(self, replicas: int, parts: int = 1) -> RowCounts:
         """The numbers of rows that each of so many replicas gets of a micro-batch."""

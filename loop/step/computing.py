@@ -10,7 +10,7 @@ from typing import TypeVar
 import tensorflow as tf
 
 from loop.backends.base import Backend
-from loop.data import Data, DataIterator, IndexedSource, Rows, Source, count, stacking_problem
+from loop.data import ArraySource, Data, DataIterator, Feed, IndexedSource, Rows, Source, count, stacking_problem
 from loop.errors import UsageError
 from loop.step.example_trace import of_size
 from loop.step.mistakes import explained
@@ -106,6 +106,16 @@ class Computing:
             if problem is None and isinstance(failure, Exception):
                 problem = failure
         return problem
+
+    def batch_rows(self, source: Source, feed: Feed) -> tf.Tensor:
+        """In each replica: the number of rows of the global batch, int64 []. May be a collective."""
+        leaves_out = isinstance(source, ArraySource) and source.leaves_out
+        if source.layout is None and not leaves_out:
+            return source.batch_rows(feed)
+        # Each worker knows only the rows that it has read. Its first replica counts for all of its replicas.
+        counts = self._backend.replica() % self._backend.local_replicas == 0
+        own = source.own_rows(feed)
+        return self._backend.all_reduce([tf.where(counts, own, tf.zeros_like(own))])[0]
 
     def of_rows(
         self,

@@ -173,15 +173,22 @@ class Evaluation:
         """In each replica: adds the totals of its rows of a batch."""
         source = self.source
         rows = source.replica_rows(feed, self._backend.replica())
+        # Out here, since a replica without rows must enter the collective, too.
+        batch_rows = self._batch_rows(source, feed) if self._context.plan.summed_loss else ()
         return totals + self._context.computing.of_rows(
             source,
             rows,
             1,
-            lambda stand_in: self._of_rows(source, rows, stand_in, feed),
+            lambda stand_in: self._of_rows(source, rows, stand_in, batch_rows),
             lambda: tf.zeros([self._layout.width], tf.float64),
         )
 
-    def _of_rows(self, source: Source, rows: Rows, stand_in: Batch | None, feed: Feed) -> tf.Tensor:
+    def _batch_rows(self, source: Source, feed: Feed) -> tf.Tensor:
+        """In each replica: the number of rows of the global batch, int64 []."""
+        # Where each worker reads a stream of its own, one of them may have more batches, so there is no collective.
+        return self._context.computing.batch_rows(source, feed) if source.layout is None else source.batch_rows(feed)
+
+    def _of_rows(self, source: Source, rows: Rows, stand_in: Batch | None, batch_rows: tf.Tensor) -> tf.Tensor:
         """In each replica: the totals of its rows."""
         task = self._context.task
         plan = self._context.plan
@@ -194,8 +201,7 @@ class Evaluation:
                 values = self._without_filling(values, tf.maximum(count(rows.batch), 1))
             loss, sums = self._values.sums(values, plan.dtype)
             if plan.summed_loss:  # the mean over batches weighs each batch by its rows, as in training
-                batch_rows = tf.cast(source.batch_rows(feed), plan.dtype)
-                sums[:2] = [loss * batch_rows, tf.cast(count(rows.batch), plan.dtype)]
+                sums[:2] = [loss * tf.cast(batch_rows, plan.dtype), tf.cast(count(rows.batch), plan.dtype)]
             counted = tf.concat([tf.cast(tf.stack(sums), tf.float64), self._values.states(values)], 0)
             if replica.counts_something is not None:
                 counted = tf.where(replica.counts_something, counted, 0)

@@ -78,18 +78,8 @@ class ForwardPass:
 
     def _batch_rows(self) -> PerReplica:
         """In each replica: the number of rows of the global batch, int64 []."""
-        backend = self._context.backend
-        source = self._context.source
-
-        def counted(feed: Feed) -> tf.Tensor:
-            if source.layout is None:
-                return source.batch_rows(feed)
-            # Each worker reads a stream of its own. Its first replica counts for all of its replicas.
-            counts = backend.replica() % backend.local_replicas == 0
-            own = count(feed[-1])
-            return backend.all_reduce([tf.where(counts, own, tf.zeros_like(own))])[0]
-
-        return backend.run(counted, self._feed)
+        context = self._context
+        return context.backend.run(lambda feed: context.computing.batch_rows(context.source, feed), self._feed)
 
     def _accumulated(self, sums: Sums, batch_rows: PerReplica) -> Sums:
         """Adds the sums of the other micro-batches to those of the first."""

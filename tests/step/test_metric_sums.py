@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -151,6 +152,65 @@ def test_a_summed_loss_with_several_optimizers_and_a_loss_scale(replicas, own_st
     assert summed.weights_sha256 == mean.weights_sha256
     name = "body_loss" if own_step else "loss"
     assert summed.metrics[name] == pytest.approx(16 * mean.metrics[name], rel=1e-5)
+
+
+class SomeBad:
+    """Twenty examples of whole numbers, of which each fifth can't be read."""
+
+    good = tuple(index for index in range(20) if index % 5)
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        if index not in self.good:
+            raise ValueError("bad")
+        return np.array([index % 3, 1.0]), np.array([index % 7 - 3.0])
+
+
+@dataclass
+class SummedWithBad(TrainTask):
+    """A summed loss with a penalty, over examples of which some are left out, or aren't there."""
+
+    loss_reduction = "sum"
+    there: bool = True
+
+    def build_model(self):
+        penalty = keras.regularizers.L2(0.25)
+        return keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones", kernel_regularizer=penalty)]
+        )
+
+    def build_optimizer(self):
+        return keras.optimizers.SGD(2.0**-8)
+
+    def train_data(self):
+        if self.there:
+            return loop.IndexedData(SomeBad(), on_bad_example="skip")
+        examples = [SomeBad()[index] for index in SomeBad.good]
+        return ArrayData(*map(np.stack, zip(*examples, strict=True)))
+
+    def eval_data(self):
+        return self.train_data()
+
+    def compute(self, model, batch, training):
+        inputs, labels = batch
+        return {"loss": tf.reduce_sum((model(inputs, training=training) - labels) ** 2, -1)}
+
+
+@pytest.mark.filterwarnings("ignore:example")
+@pytest.mark.parametrize(("replicas", "options"), [(1, {}), (1, {"accumulate": 2}), (3, {})])
+def test_a_summed_loss_counts_no_examples_that_are_left_out(replicas, options, quiet):
+    """Penalties count once, and the mean over batches weighs the rows that are there. To the bit: all is exact."""
+    without, left_out = (
+        fit(
+            SummedWithBad(there), batch_size=32, shuffle=False, precision="float64", callbacks=quiet(),
+            backend=engine(replicas if there else 1), **(options if there else {}),
+        )
+        for there in (False, True)
+    )  # fmt: skip
+    assert left_out.weights_sha256 == without.weights_sha256
+    assert left_out.metrics == without.metrics
 
 
 @pytest.mark.parametrize("options", [{"local_steps": 2}, {"reduction": "adasum"}])
