@@ -268,6 +268,7 @@ class Classes(TrainTask):
     rate: float = 0.0
     counted: int = 0
     cached: float = 0.0
+    unknown: float = float("nan")
     labels: int = field(default=10, repr=False)
 
     def build_model(self):
@@ -324,6 +325,7 @@ def test_python_side_effects_and_a_forgotten_training_are_warned_of_once(quiet):
         def compute(self, model, batch, training):
             self.counted += 1
             self.cached = 1.0
+            self.unknown = self.unknown  # nan, which isn't equal to itself
             return super().compute(model, batch, training)
 
     class Forgets(Classes):

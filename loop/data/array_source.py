@@ -51,6 +51,11 @@ class PositionSource:
         """True: the number of steps in an epoch is known, so that each step has rows."""
         return tf.constant(True)
 
+    def own_rows(self, feed: Feed) -> tf.Tensor:
+        """The number of rows that this worker has read of the global batch, without those left out: int64 []."""
+        index, _ = feed[-1]
+        return tf.math.count_nonzero(index != SKIPPED)
+
 
 class ArraySource(PositionSource):
     """`ArrayData` in a certain order: global batch s of epoch e holds examples perm(seed, e)[s*B : (s+1)*B].
@@ -188,11 +193,6 @@ class ArraySource(PositionSource):
     def batch_rows(self, feed: Feed) -> tf.Tensor:
         """The number of rows of the global batch of this step, with those that are left out: int64 []."""
         return self._shares.extent(feed[1])[1]
-
-    def own_rows(self, feed: Feed) -> tf.Tensor:
-        """The number of rows that this worker has read of the global batch, without those left out: int64 []."""
-        index, _ = feed[-1]
-        return tf.math.count_nonzero(index != SKIPPED)
 
     def row_counts(self, replicas: int, parts: int = 1) -> RowCounts:
         """The numbers of rows that each of so many replicas gets of a micro-batch."""

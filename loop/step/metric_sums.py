@@ -70,7 +70,8 @@ class MetricSums:
         # The task's own divisor takes the place of the sum of weights.
         if "loss_count" in values:
             divisor = tf.reduce_sum(tf.stop_gradient(tf.cast(values["loss_count"], dtype)))
-            sums["loss"] = (sums["loss"][0], divisor)
+            # Plus 0, or nan if the divisor isn't finite: the check of a step looks at the sum, not at its divisor.
+            sums["loss"] = (sums["loss"][0] + (divisor - divisor), divisor)
 
         # The other values by kind, since those with the same weight are added up in one operation.
         weighted = {}

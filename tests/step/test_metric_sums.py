@@ -10,6 +10,7 @@ import tensorflow as tf
 import loop
 from loop import ArrayData, TrainTask, UsageError, fit
 from loop.backends import create
+from loop.errors import TrainingError
 from loop.model.precision import keras_precision
 from loop.step.metric_sums import MetricSums
 from tests.exactness import largest_difference
@@ -296,6 +297,41 @@ def test_what_is_counted_may_be_the_examples_of_a_loss_per_element(quiet):
     weights = [[variable.numpy() for variable in each.model.trainable_variables] for each in (one, other)]
     assert largest_difference(*weights) <= 1e-5
     assert one.metrics["eval_loss"] == pytest.approx(other.metrics["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("divisor", [np.nan, np.inf])
+@pytest.mark.parametrize(("replicas", "options"), [(1, {}), (1, {"accumulate": 2}), (3, {})])
+def test_a_divisor_that_is_not_finite_is_found_before_the_weights_change(divisor, replicas, options, quiet):
+    inputs, labels, _ = regression(100)
+    divisors = np.ones(100, "float32")
+    divisors[50] = divisor
+
+    class Divided(Unweighted):
+        def train_data(self):
+            return ArrayData(inputs, labels, divisors)
+
+        def eval_data(self):
+            return None
+
+        def build_model(self):
+            return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+
+        def build_optimizer(self):
+            return keras.optimizers.SGD(0.01)
+
+        def compute(self, model, batch, training):
+            loss = super().compute(model, batch[:2], training)["loss"]
+            return {"loss": loss, "loss_count": batch[2]}
+
+    def train(examples, **more):
+        settings = {"batch_size": 20, "shuffle": False, "callbacks": quiet(), **options, **more}
+        result = fit(Divided(), steps=examples // 20, backend=engine(replicas), **settings)
+        return [weight.numpy() for weight in result.model.weights]
+
+    # The third batch makes no step.
+    assert largest_difference(train(60, on_nonfinite="skip"), train(40)) == 0
+    with pytest.raises(TrainingError, match="step 3"):
+        train(60)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
