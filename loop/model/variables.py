@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import keras
 import numpy as np
@@ -16,6 +16,7 @@ Variable: TypeAlias = "keras.Variable | tf.Variable"
 """A variable of a model of any family."""
 Layer: TypeAlias = Any
 """A layer of either Keras family; they share no class."""
+Thing = TypeVar("Thing")
 
 
 def keras_models() -> tuple[type, ...]:
@@ -44,8 +45,22 @@ def keras_layers(model: Model) -> list[keras.Layer]:
     return [] if isinstance(model, keras_models()) else list(model._flatten(predicate=_is_keras_layer))
 
 
+def _outer_layers(model: Model) -> list[Layer]:
+    """A Keras model; or the layers of both Keras families that a plain tf.Module holds, which may share inner ones."""
+    if isinstance(model, keras_models()):
+        return [model]
+    return list(model._flatten(predicate=_is_any_layer))
+
+
 def _is_keras_layer(value: object) -> bool:
     return isinstance(value, keras.Layer)
+
+
+def _is_any_layer(value: object) -> bool:
+    legacy = sys.modules.get("tf_keras")
+    if legacy and isinstance(value, legacy.layers.Layer):
+        return not isinstance(value, legacy.metrics.Metric)  # a layer there, too
+    return _is_keras_layer(value)
 
 
 def _is_keras_variable(value: object) -> bool:
@@ -59,9 +74,8 @@ def _is_seed_generator(value: object) -> bool:
 def layers(model: Model) -> list[Layer]:
     """All layers of a model, also those within other layers and within a plain tf.Module; each once."""
     unique: dict[int, Layer] = {}
-    outer_layers: list[Layer] = [model] if isinstance(model, keras_models()) else keras_layers(model)
     # By identity: a shared layer is met several times, and belongs to the list once.
-    for outer in outer_layers:
+    for outer in _outer_layers(model):
         for layer in outer._flatten_layers(include_self=True, recursive=True):
             unique[id(layer)] = layer
     return list(unique.values())
@@ -73,7 +87,7 @@ def trainable_variables(model: Model) -> list[Variable]:
     variables = list(model.trainable_variables)
     for layer in keras_layers(model):
         variables += layer.trainable_variables
-    return variables + [variable for variable in loose_variables(model) if variable.trainable]
+    return _unique(variables + [variable for variable in loose_variables(model) if variable.trainable])
 
 
 def all_variables(model: Model) -> list[Variable]:
@@ -82,7 +96,12 @@ def all_variables(model: Model) -> list[Variable]:
     variables = list(model.variables)
     for layer in keras_layers(model):
         variables += layer.variables
-    return variables + loose_variables(model)
+    return _unique(variables + loose_variables(model))
+
+
+def _unique(variables: Sequence[Variable]) -> list[Variable]:
+    """Each variable once: the layers that a tf.Module holds may share some, as a model and its encoder do."""
+    return list({id(variable): variable for variable in variables}.values())
 
 
 def loose_variables(model: Model) -> list[keras.Variable]:
@@ -125,14 +144,38 @@ def fixed_inputs(model: Model) -> list[int]:
 
 def losses(model: Model) -> list[tf.Tensor]:
     """The penalties that the model's layers added in the last call: scalars."""
-    # A plain tf.Module may hold Keras layers, whose penalties it doesn't collect.
-    own_layers = keras_layers(model)
-    if not own_layers:
-        return list(getattr(model, "losses", []))
+    # A plain tf.Module may hold Keras layers, whose penalties it doesn't collect; or it has `losses` of its own.
+    if isinstance(model, keras_models()) or (hasattr(model, "losses") and not keras_layers(model)):
+        return list(model.losses)
     penalties: list[tf.Tensor] = []
-    for layer in own_layers:
-        penalties += layer.losses
+    counted: set[int] = set()  # the layers and variables whose penalties are among them
+    for outer in _outer_layers(model):
+        inner = _not_counted(outer._flatten_layers(), counted)
+        if is_legacy(outer):
+            for layer in inner:
+                penalties += _legacy_penalties(layer)
+            continue
+        # In the order of Keras's own `losses`.
+        for layer in inner:
+            penalties += layer._get_own_losses()
+        for variable in _not_counted(outer.trainable_variables, counted):
+            if variable.regularizer is not None:
+                penalties.append(variable.regularizer(variable))
     return penalties
+
+
+def _not_counted(things: Sequence[Thing], counted: set[int]) -> list[Thing]:
+    """The things whose ids aren't in a set, which then has them."""
+    new = [thing for thing in things if id(thing) not in counted]
+    counted.update(map(id, new))
+    return new
+
+
+def _legacy_penalties(layer: Layer) -> list[tf.Tensor]:
+    """The penalties of a layer of `tf_keras`, without those of the layers within it."""
+    own = list(layer._eager_losses or layer._losses)
+    own += [regularizer() for regularizer in layer._callable_losses]
+    return list(filter(tf.is_tensor, own))  # a loaded layer has a text in place of them
 
 
 def model_variables(model: Model) -> list[tf.Variable]:

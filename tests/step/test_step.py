@@ -212,6 +212,50 @@ def test_module_with_keras_layers_trains_them_and_restores_them(quiet, tmp_path)
     assert run(2, "a").weights_sha256 == run(2, "b").weights_sha256 != first.weights_sha256
 
 
+@pytest.mark.parametrize("family", [keras, tf_keras])
+def test_module_whose_keras_models_share_layers_trains_as_one_of_them(family, quiet):
+    """Shared weights were trained twice, and penalties of tf_keras were left out."""
+
+    class Shared(tf.Module):
+        def __init__(self, full):
+            super().__init__()
+            self.encoder = full.layers[0]
+            self.other = family.Sequential([self.encoder, family.layers.ReLU()])
+            self.other.build((None, 5))
+            self.norm = full.layers[1]
+            self.full = full
+
+        def __call__(self, inputs, training=False):
+            return self.full(inputs, training=training)
+
+    @dataclass
+    class Task(Unweighted):
+        wrapped: bool = False
+
+        def build_model(self):
+            penalty = family.regularizers.L2(0.1)
+            encoder = family.Sequential([family.layers.Dense(3, use_bias=False, kernel_regularizer=penalty)])
+            full = family.Sequential([encoder, family.layers.BatchNormalization(), family.layers.Dense(1, name="last")])
+            full.build((None, 5))
+            for place, weight in enumerate(full.trainable_variables):
+                weight.assign(np.random.default_rng(place).normal(size=weight.shape))
+            return Shared(full) if self.wrapped else full
+
+        def build_optimizer(self):
+            return family.optimizers.SGD(0.01)
+
+    def train(wrapped, replicas):
+        backend = create("mirrored", replicas) if replicas > 1 else "single"
+        result = fit(Task(wrapped=wrapped), epochs=1, batch_size=20, backend=backend, callbacks=quiet())
+        return result.metrics, [weight.numpy() for weight in (result.model.full if wrapped else result.model).weights]
+
+    metrics, weights = train(True, 1)
+    expected, expected_weights = train(False, 1)
+    assert metrics == expected
+    assert largest_difference(weights, expected_weights) == 0
+    assert largest_difference(train(True, 2)[1], weights) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("compute", "message"),
     [
