@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.data import shared_arrays
-from loop.data.batch import SKIPPED, BatchOptions, Feed, ReadBatch, RowCounts, Rows
+from loop.data.batch import BatchOptions, Feed, ReadBatch, RowCounts, Rows
 from loop.data.host_random import RandomState
 from loop.data.row_shares import RowShares
 from loop.errors import UsageError
@@ -50,11 +50,6 @@ class PositionSource:
     def more(self, read: ReadBatch) -> tf.Tensor:
         """True: the number of steps in an epoch is known, so that each step has rows."""
         return tf.constant(True)
-
-    def own_rows(self, feed: Feed) -> tf.Tensor:
-        """The number of rows that this worker has read of the global batch, without those left out: int64 []."""
-        index, _ = feed[-1]
-        return tf.math.count_nonzero(index != SKIPPED)
 
 
 class ArraySource(PositionSource):

@@ -275,10 +275,6 @@ class StreamSource:
         """
         return count(feed[-1]) if self.layout is None else tf.constant(self._batch_size, tf.int64)
 
-    def own_rows(self, feed: Feed) -> tf.Tensor:
-        """The number of rows that this worker has read of the global batch: int64 []."""
-        return count(feed[-1])
-
     def row_counts(self, replicas: int, parts: int = 1) -> RowCounts:
         """The numbers of rows that each of so many replicas gets of a micro-batch."""
         size = int(self.dataset.cardinality())  # negative: not known, or endless

@@ -10,7 +10,18 @@ from typing import TypeVar
 import tensorflow as tf
 
 from loop.backends.base import Backend
-from loop.data import ArraySource, Data, DataIterator, Feed, IndexedSource, Rows, Source, count, stacking_problem
+from loop.data import (
+    SKIPPED,
+    ArraySource,
+    Data,
+    DataIterator,
+    Feed,
+    IndexedSource,
+    Rows,
+    Source,
+    count,
+    stacking_problem,
+)
 from loop.errors import UsageError
 from loop.step.example_trace import of_size
 from loop.step.mistakes import explained
@@ -114,7 +125,7 @@ class Computing:
             return source.batch_rows(feed)
         # Each worker knows only the rows that it has read. Its first replica counts for all of its replicas.
         counts = self._backend.replica() % self._backend.local_replicas == 0
-        own = source.own_rows(feed)
+        own = _own_rows(source, feed)
         return self._backend.all_reduce([tf.where(counts, own, tf.zeros_like(own))])[0]
 
     def of_rows(
@@ -175,3 +186,11 @@ class Computing:
                     "compute() needs other replicas, which XLA can't compile: as compile='graph'", stacklevel=2
                 )
             raise
+
+
+def _own_rows(source: Source, feed: Feed) -> tf.Tensor:
+    """The number of rows that this worker has read of the global batch, without those left out: int64 []."""
+    if not isinstance(source, ArraySource):
+        return count(feed[-1])
+    index, _ = feed[-1]
+    return tf.math.count_nonzero(index != SKIPPED)
