@@ -329,6 +329,9 @@ def test_a_run_that_overfits_goes_on_so_or_not_at_all(tmp_path):
 
 # Completion, and the version
 
+CLASSES = ("Batched", "Dicts", "Tracked", "Pair", "Pairs")
+"""Those in the file of the tasks: completion reads it without running it, and knows no task from another class."""
+
 
 @pytest.mark.cold
 @pytest.mark.parametrize(
@@ -336,8 +339,8 @@ def test_a_run_that_overfits_goes_on_so_or_not_at_all(tmp_path):
     [
         ("tfloop ", {"train", "new", "evaluate"}),
         ("tfloop train di", {"digits"}),
-        ("tfloop train mi", {"mine.py:Batched", "mine.py:Dicts"}),
-        ("tfloop train mine.py", {"mine.py:Batched", "mine.py:Dicts"}),
+        ("tfloop train mi", {f"mine.py:{name}" for name in CLASSES}),
+        ("tfloop train mine.py", {f"mine.py:{name}" for name in CLASSES}),
         ("tfloop train mine.py:D", {"mine.py:Dicts"}),
         ("tfloop tail o", {"one"}),
         ("tfloop export la", {"latest"}),

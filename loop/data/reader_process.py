@@ -79,8 +79,6 @@ class ReaderProcess:
             )  # fmt: skip
         self._requests = os.fdopen(requests, "wb")
         self._answers = os.fdopen(answers, "rb")
-        self._poll = select.poll()  # `select` takes no descriptor from 1024 on
-        self._poll.register(self._answers, select.POLLIN)
         self._ready = False
         with contextlib.suppress(BrokenPipeError):  # `read` says that it has ended
             self._requests.write(len(payload).to_bytes(8))
@@ -90,8 +88,11 @@ class ReaderProcess:
     @property
     def ready(self) -> bool:
         """Whether it has imported what it needs; it may also have ended."""
-        if not self._ready and self._poll.poll(0):
-            self._ready = self._answer() == _READY
+        if not self._ready:
+            poll = select.poll()  # `select` takes no descriptor from 1024 on
+            poll.register(self._answers, select.POLLIN)
+            if poll.poll(0):
+                self._ready = self._answer() == _READY
         return self._ready
 
     def read(self, ids: np.ndarray, seeds: np.ndarray) -> Arrays:

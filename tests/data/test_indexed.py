@@ -1386,8 +1386,7 @@ def test_a_process_reads_on_when_its_whole_group_is_told_to_stop():
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # while it starts
             process._process.send_signal(number)
-        process._poll.poll()
-        assert process.ready
+        await_start(process)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # when it reads
             process._process.send_signal(number)
         [found] = process.read(np.array([3, 1]), np.zeros([2, 2], np.int64))
@@ -1397,12 +1396,17 @@ def test_a_process_reads_on_when_its_whole_group_is_told_to_stop():
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])  # here they are heard
 
 
+def await_start(process):
+    """Waits until a reader process can read."""
+    while not process.ready:
+        time.sleep(0.02)
+
+
 def test_a_process_reads_for_a_training_with_many_open_files(many_open_files):
     reader = loop.IndexedData(INPUTS).reader
     process = reader_process.ReaderProcess(reader_process.pickled(reader, []), 0)
     try:
-        process._poll.poll()
-        assert process.ready
+        await_start(process)
         [found] = process.read(np.array([3, 1]), np.zeros([2, 2], np.int64))
         np.testing.assert_array_equal(found, INPUTS[[3, 1]])
     finally:
@@ -1413,8 +1417,7 @@ def test_a_process_that_waits_for_code_of_the_user_ends_when_the_training_is_kil
     reader = loop.IndexedData(INPUTS, map=lambda example: time.sleep(600)).reader
     process = reader_process.ReaderProcess(reader_process.pickled(reader, []), 0)
     try:
-        process._poll.poll()
-        assert process.ready
+        await_start(process)
         pickle.dump((np.array([0]), np.zeros([1, 2], np.int64)), process._requests)
         process._requests.close()  # as the system does for a training that is killed
         assert process._process.wait(timeout=120) == 0
@@ -1432,7 +1435,7 @@ def test_tensorflow_in_a_process_takes_the_memory_of_a_gpu_that_it_needs(monkeyp
         payload = reader_process.pickled(data.reader, specs_of("text", 0))
         process = reader_process.ReaderProcess(payload, 0)
         try:
-            process._poll.poll()
+            await_start(process)
             assert process.ready
             [found] = process.read(np.array([0]), np.zeros([1, 2], np.int64))
             assert found.tolist() == [expected]
@@ -1459,8 +1462,7 @@ def test_what_a_map_starts_in_a_process_can_be_terminated():
     data = loop.IndexedData(INPUTS, map=_with_programs)
     process = reader_process.ReaderProcess(reader_process.pickled(data.reader, specs_of(np.zeros(2, int), 0)), 0)
     try:
-        process._poll.poll()
-        assert process.ready
+        await_start(process)
         [found] = process.read(np.array([0]), np.zeros([1, 2], np.int64))
         assert found.tolist() == [[-signal.SIGTERM, -signal.SIGTERM]]
     finally:
