@@ -51,7 +51,7 @@ def measured(target: str, workers: int, options: list[str]) -> int:
     """The greatest peak of a worker, in bytes."""
     with tempfile.TemporaryDirectory() as directory:
         own = ["--steps", str(STEPS), "--track", "off", "--run-dir", f"{directory}/run"]
-        own += ["--workers", str(workers), f"--callback=benchmarks.memory_model:PeakAtExit={directory}"]
+        own += ["--workers", str(workers), f"--callback=@benchmarks.memory_model:PeakAtExit={directory}"]
         _tfloop(["train", target, *options, *own], Path(directory))
         peaks = [int(path.read_text()) for path in Path(directory).glob("peak-*")]
     if len(peaks) != workers:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -159,6 +160,15 @@ def command(monkeypatch, capfd):
         return ended.value.code or 0, output.out, output.err
 
     return run
+
+
+def until(happened, seconds=240):
+    """Waits until something has happened, and returns it."""
+    deadline = time.monotonic() + seconds
+    while not (found := happened()):
+        assert time.monotonic() < deadline, "it has not happened"
+        time.sleep(0.02)
+    return found
 
 
 def tfloop(*arguments, cwd=None, timeout=480, **more):

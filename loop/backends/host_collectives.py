@@ -152,12 +152,11 @@ class HostCollectives:
 def fingerprint(*arrays: np.ndarray) -> str:
     """SHA-256 over dtype, shape and little-endian bytes of arrays, in order.
 
-    For each array: the name of its dtype and its shape as text (`float32[64,10]`), then its bytes in C order. In place
-    of texts, which have no bytes in an array, stands the array that Python shows, encoded.
+    For each array: the name of its dtype and its shape as text (`float32[64,10]`), then its bytes in C order. An
+    array of Python's texts counts as the bytes of its `repr`: its own bytes are addresses, which differ each time.
     """
     digest = hashlib.sha256()
     for given in arrays:
-        # Its own bytes are addresses, which differ from one time to the next.
         array = np.frombuffer(repr(given.tolist()).encode(), np.uint8) if given.dtype.hasobject else given
         shape = ",".join(map(str, array.shape))
         digest.update(f"{array.dtype.name}[{shape}]".encode())

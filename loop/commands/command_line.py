@@ -109,14 +109,15 @@ def arguments(typed: Mapping[str, object], assignments: Sequence[str], files: Se
 def callback_option(kind: type[Callback], argument: object = None) -> str:
     """The hidden option by which a command that starts `train` adds a callback of its own.
 
-    A callback with the attribute `alone` goes without checkpoints, progress and MLflow beside it.
+    The @ tells it from what a user types. A callback with the attribute `alone` goes without checkpoints, progress and
+    MLflow beside it.
 
     Args:
         kind: the callback's class.
         argument: what it is made with, which it must also take as a text; None: nothing.
     """
     value = "" if argument is None else f"={argument}"
-    return f"--callback={kind.__module__}:{kind.__qualname__}{value}"
+    return f"--callback=@{kind.__module__}:{kind.__qualname__}{value}"
 
 
 def report_error(error: Exception) -> int:

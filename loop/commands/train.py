@@ -293,11 +293,7 @@ def _serve(threads: int) -> Outcome:
 
 def _with_typed(chosen: callbacks.StandardSet, texts: Sequence[str] | None) -> callbacks.StandardSet:
     """The callbacks of a run, with those that were typed."""
-    added = typed_callbacks.make(texts)
-    # What another command measures must not be slowed down, or made larger, by other callbacks.
-    if any(getattr(callback, "alone", False) for callback in added):
-        chosen = callbacks.standard(checkpoint=None, mlflow=None, progress=None)
-    return callbacks.StandardSet(callbacks.complete(chosen, added))
+    return callbacks.StandardSet(callbacks.complete(chosen, typed_callbacks.make(texts)))
 
 
 def _fields(result: object) -> JsonObject:

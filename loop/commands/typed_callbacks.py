@@ -15,7 +15,7 @@ import callbacks
 from callbacks.nearest import nearest
 from loop.errors import UsageError
 
-_OF_COMMANDS = re.compile(r"(callbacks|loop|benchmarks)\.[\w.]+:\w+(=.*)?", re.DOTALL)
+_OF_COMMANDS = re.compile(r"@[\w.]+:\w+(=.*)?", re.DOTALL)
 """The form in which a command adds a callback to the trainings it starts: see `command_line.callback_option`."""
 _OF_A_MODULE = re.compile(r"[\w./-]+:\w+")  # the form of a TARGET, in which a user may type a callback of their own
 _REFUSED = {
@@ -58,7 +58,7 @@ def make(texts: Sequence[str] | None) -> list[callbacks.Callback]:
 
 def _made_by_command(text: str) -> callbacks.Callback:
     """The callback of a text that `command_line.callback_option` has made."""
-    name, has_argument, argument = text.partition("=")
+    name, has_argument, argument = text.removeprefix("@").partition("=")
     module, _, class_name = name.partition(":")
     kind = getattr(importlib.import_module(module), class_name)
     callback: callbacks.Callback = kind(argument) if has_argument else kind()

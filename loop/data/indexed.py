@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from callbacks.arguments import is_number
 from loop.data.example_parts import Example, flatten
 from loop.data.examples import ArraySpec, ExampleReader, MixedReader, array_of, example_seeds, name_of, names_of
 from loop.data.graph_map import is_graph, on_tensors
@@ -155,8 +156,10 @@ class IndexedData:
         Returns:
             The first part, with the rest of the examples, and the second one.
         """
-        if not 0 < share < 1:
+        if not (is_number(share, 0, 1) and 0 < share < 1):
             raise UsageError(f"IndexedData.split({share!r}): give a number between 0 and 1")
+        if key is not None and not callable(key):
+            raise UsageError(f"IndexedData.split(key={key!r:.99}): give a function that returns the key of an index")
         self._check_indices("split")
         if key is None:
             scattered = _scattered(np.arange(self.size, dtype=np.uint64))
@@ -343,11 +346,11 @@ def _whole(count: int, what: str) -> int:
     return int(count)
 
 
-def _hash(key: object, number: int) -> int:
-    """A hash of a key that is the same in each process, unlike Python's own: 64 bits; another one for each number."""
+def _hash(key: object, split: int) -> int:
+    """A hash of a key that is the same in each process, unlike Python's own: 64 bits; another one for each split."""
     # As the constants of `_scattered`, size and byte order decide in which part of `split` an example is.
     text = key if isinstance(key, bytes) else str(key).encode()
-    salt = number.to_bytes(hashlib.blake2b.SALT_SIZE, "little")  # of 0, that of a hash without a salt
+    salt = split.to_bytes(hashlib.blake2b.SALT_SIZE, "little")  # of 0, that of a hash without a salt
     return int.from_bytes(hashlib.blake2b(text, digest_size=8, salt=salt).digest(), "little")
 
 

@@ -105,7 +105,7 @@ class Padding:
         # Also refused if an integer type changes it, such as 0.5 or 300 in 8 bits; floats may round.
         if value is None or (dtype.kind in "iub" and value != given):
             kind = "text" if is_text else f"value of dtype {dtype}"
-            raise UsageError(f"Padding(values={self.values!r}): {given!r} is no {kind}, of array {name!r}")
+            raise UsageError(f"Padding(values={self.values!r}): {given!r} is no {kind}, of array {name!r}: give one")
         return value[()]
 
     def length(self, lengths: tf.Tensor) -> tf.Tensor:

@@ -11,10 +11,10 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
+from loop.data.arrow_tables import ParquetRows, Table
 from loop.data.data_files import DataFile
 from loop.data.example_parts import Columns, Example, count_of, dicts_of, refuse_masked, rows_of, without_lists
 from loop.data.mapped_memory import AT_ONCE, LARGE, MAPPED_MEMORY
-from loop.data.parquet import ParquetRows, Table
 from loop.errors import UsageError
 
 Source: TypeAlias = Any

@@ -33,7 +33,7 @@ _READY = "ready"
 """The first answer of a process: it can read from now on."""
 
 _GRACE = 1.0
-"""Seconds that a process has to end by itself after the training has ended."""
+"""Seconds that a process has to end by itself after the training: what a map has made may clean up at its exit."""
 
 _shape_of = operator.attrgetter("shape")
 

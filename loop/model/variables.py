@@ -16,7 +16,7 @@ Variable: TypeAlias = "keras.Variable | tf.Variable"
 """A variable of a model of any family."""
 Layer: TypeAlias = Any
 """A layer of either Keras family; they share no class."""
-Thing = TypeVar("Thing")
+T = TypeVar("T")
 
 
 def keras_models() -> tuple[type, ...]:
@@ -164,7 +164,7 @@ def losses(model: Model) -> list[tf.Tensor]:
     return penalties
 
 
-def _not_counted(things: Sequence[Thing], counted: set[int]) -> list[Thing]:
+def _not_counted(things: Sequence[T], counted: set[int]) -> list[T]:
     """The things whose ids aren't in a set, which then has them."""
     new = [thing for thing in things if id(thing) not in counted]
     counted.update(map(id, new))

@@ -18,7 +18,6 @@ from callbacks import (
     Profiler,
     Progress,
     Schedule,
-    StandardSet,
     complete,
 )
 from callbacks.nearest import nearest
@@ -39,9 +38,6 @@ def callbacks_of(task: TrainTask, given: Iterable[Callback] | None, options: Opt
     own = task.build_callbacks()
     _check_list([] if given is None else given, "callbacks is an object")
     _check_list(own, "build_callbacks() returned an object")
-    # What a command tries or measures goes without these, also where the task has them: see `callback_option`.
-    if isinstance(given, StandardSet) and any(getattr(callback, "alone", False) for callback in given):
-        own = [callback for callback in own if not isinstance(callback, Checkpoint | MLflowTracker | Progress)]
     callbacks = complete(given, own)
     if options["profile"]:
         callbacks.append(Profiler(*map(int, options["profile"].split(":"))))
@@ -53,6 +49,11 @@ def callbacks_of(task: TrainTask, given: Iterable[Callback] | None, options: Opt
         )
     if options["keep"] == "best" and not saving:
         raise UsageError("keep='best' takes the weights of the best checkpoint: leave callbacks.Checkpoint in the set")
+    # What a command tries or measures goes without these, whoever has given them: they would slow it down, and keep it.
+    if any(getattr(callback, "alone", False) for callback in callbacks):
+        callbacks = [
+            callback for callback in callbacks if not isinstance(callback, Checkpoint | MLflowTracker | Progress)
+        ]
     return callbacks
 
 

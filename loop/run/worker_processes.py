@@ -244,7 +244,7 @@ def _train(arguments: list[str]) -> Json:
         UsageError: it has refused something.
         TrainingError: it has failed.
     """
-    attached = "--callback=callbacks.attached:Attached"
+    attached = "--callback=@callbacks.attached:Attached"
     process = start_worker(worker_command(["train", *arguments, attached, "--json"]), dict(os.environ))
     results: list[str] = []
     assert process.stdout is not None

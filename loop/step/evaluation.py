@@ -174,7 +174,7 @@ class Evaluation:
         source = self.source
         rows = source.replica_rows(feed, self._backend.replica())
         # Out here, since a replica without rows must enter the collective, too.
-        batch_rows = self._batch_rows(source, feed) if self._context.plan.summed_loss else ()
+        batch_rows = self._batch_rows(source, feed) if self._context.plan.summed_loss else None
         return totals + self._context.computing.of_rows(
             source,
             rows,
@@ -188,8 +188,8 @@ class Evaluation:
         # Where each worker reads a stream of its own, one of them may have more batches, so there is no collective.
         return self._context.computing.batch_rows(source, feed) if source.layout is None else source.batch_rows(feed)
 
-    def _of_rows(self, source: Source, rows: Rows, stand_in: Batch | None, batch_rows: tf.Tensor) -> tf.Tensor:
-        """In each replica: the totals of its rows."""
+    def _of_rows(self, source: Source, rows: Rows, stand_in: Batch | None, batch_rows: tf.Tensor | None) -> tf.Tensor:
+        """In each replica: the totals of its rows. Of a summed loss, `batch_rows` are those of the global batch."""
         task = self._context.task
         plan = self._context.plan
         with self._context.computing.replica(source, rows, stand_in, 1) as replica:
@@ -200,7 +200,7 @@ class Evaluation:
                 # At least one row: that of a stand-in, where the replica has none.
                 values = self._without_filling(values, tf.maximum(count(rows.batch), 1))
             loss, sums = self._values.sums(values, plan.dtype)
-            if plan.summed_loss:  # the mean over batches weighs each batch by its rows, as in training
+            if batch_rows is not None:  # the mean over batches weighs each batch by its rows, as in training
                 sums[:2] = [loss * tf.cast(batch_rows, plan.dtype), tf.cast(count(rows.batch), plan.dtype)]
             counted = tf.concat([tf.cast(tf.stack(sums), tf.float64), self._values.states(values)], 0)
             if replica.counts_something is not None:

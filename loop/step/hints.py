@@ -89,8 +89,8 @@ class _Watch:
             for name, value in vars(self._task).items():
                 # Only numbers, such as counters: comparing arrays or tensors gives no single bool.
                 is_number = isinstance(value, int | float | np.generic) and not isinstance(value, bool)
-                is_same = name in before and (value is before[name] or value == before[name])  # nan isn't equal to nan
-                if is_number and name in before and not is_same:
+                known = before.get(name, value)
+                if is_number and value is not known and value != known:  # nan isn't equal to itself
                     self._changes[name] = self._changes.get(name, 0) + 1
 
     def warn(self) -> None:

@@ -384,11 +384,11 @@ def _restored_sequence(kind: Hint, values: list[Value]) -> list[Value] | tuple[V
     return elements if _origin(kind) is list else tuple(elements)
 
 
-def _is_recorded_as_text(kind: Hint, value: Value, is_plain: bool) -> bool:
-    """Whether JSON has a text, of an enum also a number, for a value of this type; `is_plain`: not as it seems."""
+def _is_recorded_as_text(kind: Hint, value: Value, fits_before: bool) -> bool:
+    """Whether a value stands for one of this type, which JSON lacks; `fits_before`: it fits a type before this one."""
     if _is_class(kind, enum.Enum):
-        return value in map(str, kind) if is_plain else isinstance(value, str | int | float)
-    return isinstance(value, str) and not is_plain and (kind is float or _is_class(kind, PurePath))
+        return value in map(str, kind) if fits_before else isinstance(value, str | int | float)
+    return isinstance(value, str) and not fits_before and (kind is float or _is_class(kind, PurePath))
 
 
 def _is_class(kind: Hint, *classes: type) -> bool:

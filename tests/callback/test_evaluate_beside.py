@@ -15,8 +15,7 @@ from callbacks.evaluate_beside import FOLDER, _visible
 from callbacks.run_record import record
 from callbacks.side_process import SideProcess
 from loop import fit
-from tests.callback.test_tracking import until
-from tests.conftest import TFLOOP, needs_horovod, tfloop
+from tests.conftest import TFLOOP, needs_horovod, tfloop, until
 from tests.tasks import Plain
 
 COMMAND = ("train", "digits", "--checkpoint-every", "epoch", "--seed", 1)

@@ -11,7 +11,6 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import time
 import types
 import urllib.request
 
@@ -29,19 +28,10 @@ from callbacks.mlflow.tracker import store
 from loop import fit
 from loop.launch import machine
 from loop.run import trust
-from tests.conftest import ROOT
+from tests.conftest import ROOT, until
 from tests.tasks import Plain
 
 SQLITE_MAX = sys.float_info.max  # what MLflow's SQL stores keep of an infinity
-
-
-def until(happened, seconds=240):
-    """Waits until something has happened, and returns it."""
-    deadline = time.monotonic() + seconds
-    while not (found := happened()):
-        assert time.monotonic() < deadline, "it has not happened"
-        time.sleep(0.02)
-    return found
 
 
 class Server:

@@ -67,11 +67,3 @@ def wait_for_state(url, steps):
             return state
         time.sleep(0.1)
     raise AssertionError("nothing was delivered")
-
-
-def until(is_so):
-    for _ in range(900):
-        if found := is_so():
-            return found
-        time.sleep(0.1)
-    raise AssertionError("it has waited 90 s in vain")

@@ -14,7 +14,8 @@ from obstore.store import MemoryStore
 from loop.checkpoint.store import copies
 from loop.checkpoint.store.bucket import Bucket
 from loop.checkpoint.store.lease import Lease, LeaseLostError, believed
-from tests.checkpoint.stored_runs import Process, is_tidy, steps_in, until, wait_for_state
+from tests.checkpoint.stored_runs import Process, is_tidy, steps_in, wait_for_state
+from tests.conftest import until
 
 
 def test_two_processes_and_a_paused_owner(store, url, tmp_path, monkeypatch):

@@ -21,8 +21,8 @@ from loop.commands.evaluate import evaluate
 from loop.errors import UsageError
 from loop.run import trust
 from tests.callback.test_tracking import Server
-from tests.checkpoint.stored_runs import Process, is_tidy, other_machine, steps_in, until, write
-from tests.conftest import tfloop
+from tests.checkpoint.stored_runs import Process, is_tidy, other_machine, steps_in, write
+from tests.conftest import tfloop, until
 from tests.tasks import Weighted
 from tests.test_reliability import files_no_longer_than
 

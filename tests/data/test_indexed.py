@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -47,6 +48,7 @@ from loop.data.read_ahead import ReadAhead
 from loop.errors import OutOfMemoryError, TrainingError, UsageError
 from loop.monitor.phase_marker import PhaseMarker
 from loop.step.batches import Batches
+from tests.conftest import until
 
 _RANDOM = np.random.default_rng(7)
 INPUTS = _RANDOM.normal(size=(103, 6)).astype("float32")
@@ -539,12 +541,13 @@ def test_rows_of_a_table_are_read_batch_by_batch():
 
 
 def test_a_process_maps_a_parquet_file_itself(tmp_path):
-    reader = loop.IndexedData(_parquet(tmp_path)).reader
-    sent = pickle.dumps(reader)
-    assert INPUTS[50].tobytes() not in sent
-    [expected] = reader.unmapped(np.array([50]))
-    [found] = pickle.loads(sent).unmapped(np.array([50]))
-    np.testing.assert_equal(found, expected)
+    data = loop.IndexedData(_parquet(tmp_path))
+    [expected] = data.reader.unmapped(np.array([50]))
+    assert INPUTS[50].tobytes() not in reader_process.pickled(data.reader, specs_of(expected, 50))
+    with _process(data, expected) as process:
+        found = process.read(np.array([50]), np.zeros([1, 2], np.int64))
+        for array, part in zip(found, tf.nest.flatten(expected), strict=True):
+            np.testing.assert_array_equal(array[0], part)
 
 
 def test_categories_of_pandas_are_their_values(tmp_path):
@@ -731,6 +734,8 @@ def _of_lengths(lengths):
         (lambda: loop.IndexedData(INPUTS).take(-1), "give a number of examples"),
         (lambda: loop.IndexedData(INPUTS).filter([True]), "one bool for each example"),
         (lambda: loop.IndexedData(INPUTS).split(2), "between 0 and 1"),
+        (lambda: loop.IndexedData(INPUTS).split("a"), r"IndexedData.split\('a'\): give a number between 0 and 1"),
+        (lambda: loop.IndexedData(INPUTS).split(0.1, key=3), r"split\(key=3\): give a function"),
     ],
 )
 def test_bad_input_is_refused_with_what_to_do(make, said):
@@ -1201,10 +1206,7 @@ def _read_by(readers, data_of, steps=20):
     made = source(data_of(readers), BatchOptions(8, seed=1, shuffle=True), "train_data()")
     if readers:
         made.read_batch((), tf.constant(0, tf.int64), tf.constant(0, tf.int64))
-        deadline = time.monotonic() + 240
-        while not all(_processes(made).of_thread(thread) for thread in range(readers)):
-            assert time.monotonic() < deadline, "a reader process is not ready"
-            time.sleep(0.05)
+        until(lambda: all(_processes(made).of_thread(thread) for thread in range(readers)))
     numbers = [(step // 13, step % 13) for step in range(steps)]
     read = [made.read_batch((), *(tf.constant(number, tf.int64) for number in position)) for position in numbers]
     return made, [tf.nest.map_structure(lambda tensor: tensor.numpy(), batch) for batch in read]
@@ -1379,68 +1381,65 @@ def test_a_process_that_is_killed_is_named():
         made.close()
 
 
-def test_a_process_reads_on_when_its_whole_group_is_told_to_stop():
-    """A closed terminal, Ctrl-C and `timeout` do that: the training finishes its step, for which it needs examples."""
-    reader = loop.IndexedData(INPUTS).reader
-    process = reader_process.ReaderProcess(reader_process.pickled(reader, []), 0)
+@contextlib.contextmanager
+def _process(data, example=None, start=lambda process: None):
+    """A reader process that is ready; `start` is called while it starts."""
+    specs = [] if example is None else specs_of(example, 0)
+    process = reader_process.ReaderProcess(reader_process.pickled(data.reader, specs), 0)
     try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # while it starts
-            process._process.send_signal(number)
-        await_start(process)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # when it reads
-            process._process.send_signal(number)
-        [found] = process.read(np.array([3, 1]), np.zeros([2, 2], np.int64))
-        np.testing.assert_array_equal(found, INPUTS[[3, 1]])
+        start(process)
+        until(lambda: process.ready)
+        yield process
     finally:
         process.close()
+
+
+def _read_of(process, *indices):
+    """The first array of some examples that a process has read."""
+    return process.read(np.array(indices), np.zeros([len(indices), 2], np.int64))[0]
+
+
+def test_a_process_reads_on_when_its_whole_group_is_told_to_stop():
+    """A closed terminal, Ctrl-C and `timeout` do that: the training finishes its step, for which it needs examples."""
+
+    def stop(process):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            process._process.send_signal(number)
+
+    with _process(loop.IndexedData(INPUTS), start=stop) as process:
+        stop(process)
+        np.testing.assert_array_equal(_read_of(process, 3, 1), INPUTS[[3, 1]])
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])  # here they are heard
 
 
-def await_start(process):
-    """Waits until a reader process can read."""
-    while not process.ready:
-        time.sleep(0.02)
-
-
 def test_a_process_reads_for_a_training_with_many_open_files(many_open_files):
-    reader = loop.IndexedData(INPUTS).reader
-    process = reader_process.ReaderProcess(reader_process.pickled(reader, []), 0)
-    try:
-        await_start(process)
-        [found] = process.read(np.array([3, 1]), np.zeros([2, 2], np.int64))
-        np.testing.assert_array_equal(found, INPUTS[[3, 1]])
-    finally:
-        process.close()
+    with _process(loop.IndexedData(INPUTS)) as process:
+        np.testing.assert_array_equal(_read_of(process, 3, 1), INPUTS[[3, 1]])
+
+
+def _waiting(example):
+    Path("waits").touch()
+    return threading.Event().wait()
 
 
 def test_a_process_that_waits_for_code_of_the_user_ends_when_the_training_is_killed():
-    reader = loop.IndexedData(INPUTS, map=lambda example: time.sleep(600)).reader
-    process = reader_process.ReaderProcess(reader_process.pickled(reader, []), 0)
-    try:
-        await_start(process)
-        pickle.dump((np.array([0]), np.zeros([1, 2], np.int64)), process._requests)
+    with _process(loop.IndexedData(INPUTS, map=_waiting)) as process, ThreadPoolExecutor() as pool:
+        answer = pool.submit(_read_of, process, 0)
+        until(Path("waits").exists)
         process._requests.close()  # as the system does for a training that is killed
         assert process._process.wait(timeout=120) == 0
-    finally:
-        process.close()
+        with pytest.raises(TrainingError, match="has ended"):
+            answer.result()
 
 
-def test_tensorflow_in_a_process_takes_the_memory_of_a_gpu_that_it_needs(monkeypatch):
+@pytest.mark.parametrize(("own", "expected"), [(None, "true"), ("false", "false")])
+def test_tensorflow_in_a_process_takes_the_memory_of_a_gpu_that_it_needs(own, expected, monkeypatch):
+    monkeypatch.delenv("TF_FORCE_GPU_ALLOW_GROWTH", raising=False)
+    if own is not None:
+        monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", own)
     data = loop.IndexedData(INPUTS, map=lambda example: os.environ["TF_FORCE_GPU_ALLOW_GROWTH"])
-    for own, expected in ((None, "true"), ("false", "false")):
-        if own is None:
-            monkeypatch.delenv("TF_FORCE_GPU_ALLOW_GROWTH", raising=False)
-        else:
-            monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", own)
-        payload = reader_process.pickled(data.reader, specs_of("text", 0))
-        process = reader_process.ReaderProcess(payload, 0)
-        try:
-            await_start(process)
-            assert process.ready
-            [found] = process.read(np.array([0]), np.zeros([1, 2], np.int64))
-            assert found.tolist() == [expected]
-        finally:
-            process.close()
+    with _process(data, "text") as process:
+        assert _read_of(process, 0) == [expected]
 
 
 def _with_programs(example):
@@ -1459,14 +1458,8 @@ def _with_programs(example):
 
 
 def test_what_a_map_starts_in_a_process_can_be_terminated():
-    data = loop.IndexedData(INPUTS, map=_with_programs)
-    process = reader_process.ReaderProcess(reader_process.pickled(data.reader, specs_of(np.zeros(2, int), 0)), 0)
-    try:
-        await_start(process)
-        [found] = process.read(np.array([0]), np.zeros([1, 2], np.int64))
-        assert found.tolist() == [[-signal.SIGTERM, -signal.SIGTERM]]
-    finally:
-        process.close()
+    with _process(loop.IndexedData(INPUTS, map=_with_programs), np.zeros(2, int)) as process:
+        assert _read_of(process, 0).tolist() == [[-signal.SIGTERM, -signal.SIGTERM]]
 
 
 def _with_neighbor(example):

@@ -46,11 +46,12 @@ class Table:
             taken.append(self._batches[number].take(pyarrow.array(indices[numbers == number] - first)))
         rows = pyarrow.Table.from_batches(taken, self._schema)
         columns = {name: _column(rows[name]) for name in rows.column_names}
-        of_batches = dicts_of(columns, len(indices))
-
-        # They stand by batches, and back in the order in which they are asked for.
-        places = np.argsort(np.argsort(numbers, kind="stable"))
-        return [of_batches[place] for place in places]
+        # They stand batch by batch: back to the order in which they were asked for.
+        examples: list[Example] = [None] * len(indices)
+        asked = np.argsort(numbers, kind="stable").tolist()
+        for place, example in zip(asked, dicts_of(columns, len(indices)), strict=True):
+            examples[place] = example
+        return examples
 
 
 class ParquetRows(Table):
