@@ -13,6 +13,7 @@ from loop.backends.base import Backend
 from loop.data import shared_arrays
 from loop.data.batch import BatchOptions, Feed, ReadBatch, RowCounts, Rows
 from loop.data.host_random import RandomState
+from loop.data.order import shuffled
 from loop.data.row_shares import RowShares
 from loop.errors import UsageError
 from loop.task import Batch
@@ -170,14 +171,11 @@ class ArraySource(PositionSource):
         if not self.options.shuffle:
             return positions
 
-        # A permutation that can be read at any position, in constant memory: a resume at step 1,000,000 costs what one
-        # at step 10 costs.
-        seed = tf.stack([tf.constant(self.options.seed, tf.int64), epoch])
         if self._shares.replicas == 1:
-            return tf.random.experimental.index_shuffle(positions, seed=seed, max_index=self.size - 1)
-        # `index_shuffle` fails without positions, and a worker may have none: so one is added.
+            return shuffled(positions, self.options.seed, epoch, self.size)
+        # A permutation of no positions fails, and a worker may have none: so one is added.
         positions = tf.concat([positions, [0]], 0)
-        return tf.random.experimental.index_shuffle(positions, seed=seed, max_index=self.size - 1)[:-1]
+        return shuffled(positions, self.options.seed, epoch, self.size)[:-1]
 
     def whole(self, epoch: tf.Tensor, step: tf.Tensor) -> Rows:
         """The whole global batch at `step` of `epoch`."""

@@ -6,12 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.data.batch import BatchOptions
-
-_KEY = 498247692
-"""The first number of the key of a permutation, as `tf.random.experimental.index_shuffle` has it."""
-
-_APART = 0x9E3779B1
-"""What is added to it for the next stream: an odd number, whose multiples differ in the low bits."""
+from loop.data.order import shuffled
 
 
 class LengthBuckets:
@@ -84,22 +79,4 @@ class LengthBuckets:
         self, positions: tf.Tensor, epoch: tf.Tensor, purpose: int | tf.Tensor, size: int | tf.Tensor
     ) -> tf.Tensor:
         """Some positions after a permutation of `size` positions; each purpose has a permutation of its own."""
-        return shuffled(positions, self._options.seed, epoch, purpose + 1, size)
-
-
-def shuffled(
-    positions: tf.Tensor | np.ndarray, seed: int, epoch: tf.Tensor | int, stream: int | tf.Tensor, size: int | tf.Tensor
-) -> tf.Tensor:
-    """Some positions after a permutation of `size` positions: of this seed and epoch, another one for each stream.
-
-    Of stream 0, the permutation would be that of arrays, `tf.random.experimental.index_shuffle`.
-    """
-    # Of each number of the key, some low bits alone count, 8 for small sizes. So the stream can't be a part of the seed
-    # or of the epoch, which are all that `index_shuffle` takes: it stands in the number that is constant there.
-    key = [_KEY + stream * _APART, seed, epoch]
-    return tf.raw_ops.RandomIndexShuffle(
-        index=positions,
-        seed=tf.stack([tf.convert_to_tensor(number, tf.int64) for number in key]),
-        max_index=tf.cast(size, tf.int64) - 1,
-        rounds=4,
-    )
+        return shuffled(positions, self._options.seed, epoch, size, purpose + 1)

@@ -14,6 +14,7 @@ from loop.data.batch_layout import BatchLayout
 from loop.data.buckets import LengthBuckets
 from loop.data.graph_ahead import GraphReadAhead
 from loop.data.indexed import IndexedData
+from loop.data.order import shuffled
 from loop.data.own_arrays import array_of_own
 from loop.data.pending_batches import PendingBatches, Position
 from loop.data.read_ahead import ReadAhead
@@ -235,8 +236,7 @@ class HostReader:
             return positions
         with tf.device("CPU:0"):
             # The permutation of `ArraySource`, with the same seed: both kinds of data come in one order.
-            seed = np.array([self._options.seed, epoch], np.int64)
-            return np.asarray(tf.random.experimental.index_shuffle(positions, seed=seed, max_index=size - 1))
+            return np.asarray(shuffled(positions, self._options.seed, epoch, size))
 
     def _widths(self, wholes: list[np.ndarray], epoch: int) -> np.ndarray:
         """The lengths that the arrays of some global batches are padded to: int64 [batches, padded arrays]."""

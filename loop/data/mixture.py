@@ -10,9 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from loop.data.batch import EVALUATION_EPOCH
-from loop.data.buckets import shuffled
 from loop.data.examples import MixedReader
 from loop.data.indexed import IndexedData
+from loop.data.order import shuffled
 from loop.errors import UsageError
 
 _PATTERN = 1000
@@ -150,7 +150,7 @@ class _Mixture:
             for own_epoch in np.unique(own_epochs).tolist():
                 same = own_epochs == own_epoch
                 with tf.device("CPU:0"):
-                    own = np.asarray(shuffled(own_positions[same], seed, own_epoch, number + 1, part.size))
+                    own = np.asarray(shuffled(own_positions[same], seed, own_epoch, part.size, number + 1))
                 ids[rows[same]] = self._firsts[number] + part.resolve(own, own_epoch, seed)
         return ids
 
