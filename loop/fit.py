@@ -107,40 +107,35 @@ def fit(
         shuffle: whether `ArrayData` is permuted anew each epoch. A `tf.data.Dataset` has its own order; True.
         precision: `float32` or `float64`; or `bfloat16` or `mixed_float16`, in which layers compute while variables
             stay float32. With `mixed_float16` the loss is scaled, as far as its gradients stay finite; `float32`.
-        accumulate: the number of micro-batches into which a global batch is cut, to save memory. The result doesn't
-            depend on it, unless the model looks at the whole batch (BatchNormalization, `all_gather`): it then sees the
-            micro-batch of all replicas; 1.
+        accumulate: into how many micro-batches a global batch is cut, to save memory. The result doesn't depend on it,
+            unless the model looks at the whole batch (BatchNormalization): it then sees a micro-batch; 1.
         compression: the type in which gradients are sent between replicas: `fp16`, or `bf16` (not with Horovod). Only
             their sums are rounded, to 11 or 8 bits; `none`.
         groups: the number of collectives that reduce the gradients. The last layers' gradients are reduced while those
             of earlier layers are computed; 1.
         reduction: `sum`; or `adasum` (Horovod built with MPI), the adaptive sum of the replicas' own mean gradients,
             for large batches. Inexact: the weights depend on the number of replicas; `sum`.
-        local_steps: how many steps each replica makes on its own share of the batches before the replicas average their
-            weights and the optimizer's state (local SGD). Inexact: the weights depend on the number of replicas, and on
-            when callbacks and evaluations look at the run, because the replicas average then, too. BatchNormalization's
-            statistics stay each replica's own in between. For arrays, with `horovod` or `multiworker` and one device
-            for each process; 1, which is exact.
+        local_steps: how many steps each replica makes on its own rows before the replicas average their weights and the
+            optimizer's state (local SGD). Inexact: the weights depend on the number of replicas, and on when callbacks
+            and evaluations look at the run, because the replicas average then, too. For arrays, with `horovod` or
+            `multiworker` and one device for each process; 1, which is exact.
         clip_norm: the greatest global norm of the reduced gradient; no clipping.
         clip_value: the greatest absolute value of an element of the reduced gradient; no clipping.
         on_nonfinite: if the loss or its gradient is nan or infinite, `stop`, or `skip` the step everywhere; `stop`.
         sync_batch_norm: whether BatchNormalization takes its statistics over all replicas, exactly. Otherwise each
             replica has its own, and their mean is evaluated and saved; True.
-        shard_optimizer: whether each replica holds only its part of the optimizer's state and of the moving averages,
-            to save memory (ZeRO, stage 1). The weights are the same. With `horovod`, `multiworker` and `mirrored`, and
-            optimizers that compute each element by itself, such as `Adam`; False.
+        shard_optimizer: whether each replica holds only its part of the optimizer's state and of the moving averages
+            (ZeRO, stage 1), on several replicas, with optimizers that work element by element, as `Adam`; False.
         ema: the decay of a moving average of the weights, such as 0.999. The average is what is evaluated, exported and
             returned; no average.
-        remat: the layers whose results are computed again in the backward pass, to save memory at the cost of time:
-            `full`, in segments of the model; a size such as `64MB`, layers whose results for a replica's micro-batch
-            are at least that large; or a list of layers' names, in which * matches any letters. The numbers stay the
-            same; none.
+        remat: the layers whose results are computed again in the backward pass, to save memory: `full`, in segments of
+            the model; a size such as `64MB`, layers whose results for a replica's micro-batch are at least that large;
+            or a list of layers' names, in which * matches any letters. The numbers stay the same; none.
         steps_per_call: the most steps of a compiled call; `auto`: as many as take a quarter of a second, and of slow
             ones up to eight in a second.
         compile: `graph`; or `xla`, which makes one XLA program of many steps on one device if the data are arrays, else
-            of each replica's forward and backward pass. Random layers draw other numbers in XLA, so they are refused on
-            several replicas. `auto` measures both before the first step, on one device, and takes the faster way, which
-            a resumed run keeps; `graph`.
+            of each replica's forward and backward pass. Random layers are refused in XLA on several replicas. `auto`
+            measures both before the first step, on one device, and takes the faster; `graph`.
         prefetch: how many batches of a `tf.data.Dataset` are read ahead; `auto`: as TensorFlow finds best; 2.
         eval_every: `epoch`, a number of steps, or `never`. The end of training is evaluated, too, except with `never`.
             If `eval_data` returns several sets, a dict gives each its own, such as `{"val": 100, "test": "never"}`; a
@@ -157,9 +152,8 @@ def fit(
         keep: the weights that are returned, and that `export` and `evaluate` of the run take: of the `last` step, or
             the `best`, by the metric of `callbacks.Checkpoint` (`eval_loss`; without an evaluation `loss`). A resumed
             run goes on from its last step in either case; `last`.
-        workers: trains in so many processes on this machine, which are started for it, as `tfloop train --workers`
-            does; from a notebook, from the source of its cells. The result has the model on one device. Callbacks come
-            from the task (`TrainTask.build_callbacks`); None: this process trains.
+        workers: trains in so many processes on this machine, as `tfloop train --workers` does. The result has the model
+            on one device. Callbacks come from the task (`TrainTask.build_callbacks`); None: this process trains.
 
     Raises:
         UsageError: an argument or the task is wrong; the message says what to do.
