@@ -2,7 +2,7 @@
 
 Three kinds of data, each shuffled globally and cut into batches: JPEG files that are decoded and augmented, records of
 1 kB, and sequences of tokens that are padded. All contenders do the same work on the same machine, in one process and
-in turns; nothing is trained. Prints the median of each; how many times as fast the best of `IndexedData` is, the median
+in turns; nothing is trained. Prints the median of each; how many times as fast the best of ours is, the median
 of the rounds and their middle half; and the CPU time of this process for a batch, which other programs disturb less.
 PyTorch's `DataLoader` takes part where `torch` is installed.
 """
@@ -24,6 +24,7 @@ import numpy as np
 BATCH = 64
 SECONDS = 3.0  # of a turn: in a short one, a contender would live on what it has read ahead while others had theirs
 STEPS = 50
+OURS = ("ArrayData", "IndexedData")
 LENGTHS = np.random.default_rng(2).integers(10, 200, 20_000)
 TOKENS = np.random.default_rng(3).integers(0, 30_000, int(LENGTHS.sum())).astype(np.int32)
 FIRSTS = np.cumsum(LENGTHS) - LENGTHS
@@ -236,6 +237,7 @@ def contenders(directory: Path) -> dict[str, dict[str, Callable[[], Iterator[Any
             "PyDataset": lambda: keras_batches(records, records.__getitem__, np.stack),
         },
         "token sequences, padded": {
+            "ArrayData": lambda: ours(loop.ArrayData(list(sequences), padding=loop.Padding(mask=False))),
             "IndexedData, loop.sequences": lambda: ours(
                 loop.IndexedData(loop.sequences(TOKENS, LENGTHS), padding=loop.Padding(mask=False))
             ),
@@ -288,8 +290,8 @@ def measure(rounds: int, only: str = "") -> None:
 def tell(kind: str, found: dict[str, np.ndarray]) -> None:
     """Prints the medians of a kind: of what `rate` returned in each round, [rounds, 2]."""
     medians = {name: np.median(rounds, axis=0) for name, rounds in found.items()}
-    best = max((name for name in found if name.startswith("IndexedData")), key=lambda name: medians[name][0])
-    print(f"{kind}: examples a second, IndexedData's best times as fast, CPU time of a batch in us")
+    best = max((name for name in found if name.startswith(OURS)), key=lambda name: medians[name][0])
+    print(f"{kind}: examples a second, our best times as fast, CPU time of a batch in us")
     for name, (median, cpu) in sorted(medians.items(), key=lambda item: -item[1][0]):
         # Within a round, since the machine's speed changes in the course of the rounds.
         low, ratio, high = np.percentile(found[best][:, 0] / found[name][:, 0], [25, 50, 75])

@@ -12,23 +12,29 @@ from loop.data.arrays import ArrayData, Structure
 from loop.data.batch import BatchOptions, ReadBatch
 from loop.data.buckets import LengthBuckets
 from loop.data.joined import Sequences
-from loop.data.padding import Padding, along_axis, call_with, in_order, leaf_names, lengthened
+from loop.data.padding import Padding, Scalar, along_axis, call_with, in_order, leaf_names, lengthened
 from loop.errors import UsageError
 from loop.task import Batch
+
+_PIECES = 6
+"""Into at least how many pieces a sequence of mean length is cut. Gaps in last pieces then take about 1/16 more memory."""
 
 
 class _Padded(NamedTuple):
     """`Sequences` as tensors; see there.
 
     Attributes:
-        rows: the rows of all examples, and after them one row that fills gaps.
+        rows: the rows of all examples, and after them one row that fills gaps. Of sequences, a row is a piece of
+            `piece` positions; the last piece of each is filled up.
         shapes: the sizes of each example that may differ: int64 [examples, axes].
         firsts: the index of the first row of each example: int64 [examples].
+        piece: the positions of a row; 0: a row is one position, and has no axis for it.
     """
 
     rows: tf.Tensor
     shapes: tf.Tensor
     firsts: tf.Tensor
+    piece: int = 0
 
 
 class PaddedArraySource(ArraySource):
@@ -68,6 +74,11 @@ class PaddedArraySource(ArraySource):
         value = self._padding.value(name, array.dtype)
         if array.dtype.kind == "S" and isinstance(value, str):
             value = value.encode()  # beside a text, NumPy would decode the bytes of all rows, as ASCII
+        piece = _piece(array)
+        if piece > 1:
+            pieces, firsts = _in_pieces(array, piece, value)
+            with tf.device("CPU:0"):
+                return _Padded(constant(pieces), tf.constant(array.shapes), tf.constant(firsts), piece)
         fill = np.full([1, *array.rows.shape[1:]], value)
         if array.dtype.kind not in "SUO":  # text may be longer than the dtype of the array holds
             fill = fill.astype(array.dtype)
@@ -89,7 +100,8 @@ class PaddedArraySource(ArraySource):
                 continue
             padded = self._padded[name]
             open_shape = [None] * (padded.shapes.shape[1] + 1)  # the rows, and the axes that differ
-            specs[name] = tf.TensorSpec([*open_shape, *padded.rows.shape[1:]], padded.rows.dtype)
+            row_shape = padded.rows.shape[2:] if padded.piece else padded.rows.shape[1:]
+            specs[name] = tf.TensorSpec([*open_shape, *row_shape], padded.rows.dtype)
             masks[name] = tf.TensorSpec(open_shape, tf.bool)
         structure = tf.nest.pack_sequence_as(self._structure, list(specs.values()))
         with_masks = self._with_masks(structure, masks)
@@ -132,6 +144,8 @@ class PaddedArraySource(ArraySource):
         padded = self._padding.length(tf.gather(array.shapes, whole))
         shapes = tf.gather(array.shapes, index)
         axes = array.shapes.shape[1]
+        if array.piece:
+            return _joined_pieces(array, index, shapes[:, 0], padded[0])
         # The index of each element's row: first among the rows of its example, then among all rows.
         row = tf.zeros([1] * (axes + 1), tf.int64)
         inside = tf.constant(True)
@@ -144,6 +158,60 @@ class PaddedArraySource(ArraySource):
         row += tf.reshape(tf.gather(array.firsts, index), [-1] + [1] * axes)
         filling = tf.shape(array.rows, tf.int64)[0] - 1  # the last row is the one that fills gaps
         return tf.gather(array.rows, tf.where(inside, row, filling)), inside
+
+
+def _piece(array: Sequences) -> int:
+    """How many positions a piece of each sequence has: a power of 2. It is 1 for text, and for several axes."""
+    if array.axes > 1 or array.dtype.kind in "SUO" or not len(array):
+        return 1
+    piece = 1
+    while piece * 2 * _PIECES * len(array) <= len(array.rows):
+        piece *= 2
+    return piece
+
+
+def _in_pieces(array: Sequences, piece: int, value: Scalar) -> tuple[np.ndarray, np.ndarray]:
+    """Sequences cut into pieces of equal size.
+
+    Args:
+        array: the sequences.
+        piece: the positions of a piece.
+        value: what fills the gaps.
+
+    Returns:
+        The pieces of all sequences, and after them one that fills gaps, [pieces + 1, piece, ...]; and the index of the
+        first piece of each sequence: int64 [examples].
+    """
+    counts = -(-array.sizes // piece)
+    ends = np.cumsum(counts)
+    firsts = ends - counts
+    pieces = np.full([counts.sum() + 1, piece, *array.rows.shape[1:]], value, array.dtype)
+
+    # All positions but those behind the end of a sequence, in its last piece, have data.
+    gaps = counts * piece - array.sizes
+    behind = ends * piece - np.cumsum(gaps)
+    has_data = np.ones([len(pieces) * piece], bool)
+    has_data[np.repeat(behind, gaps) + np.arange(gaps.sum())] = False
+    has_data[-piece:] = False
+    pieces.reshape([-1, *array.rows.shape[1:]])[has_data] = array.rows
+    return pieces, firsts
+
+
+def _joined_pieces(
+    array: _Padded, index: tf.Tensor, sizes: tf.Tensor, length: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Some sequences, padded to a length; see `PaddedArraySource._gathered`.
+
+    An index for each piece, and not for each position, makes this several times as fast.
+    """
+    piece = array.piece
+    along = tf.range((length + piece - 1) // piece)
+    rows = tf.gather(array.firsts, index)[:, tf.newaxis] + along
+    filling = tf.shape(array.rows, tf.int64)[0] - 1  # the last row is the one that fills gaps
+    inside = along * piece < sizes[:, tf.newaxis]
+    pieces = tf.gather(array.rows, tf.where(inside, rows, filling))
+    whole = tf.reshape(pieces, tf.stack([tf.size(sizes), tf.size(along) * piece, *array.rows.shape[2:]]))
+    return whole[:, :length], tf.sequence_mask(sizes, length)
 
 
 def lengths(data: ArrayData) -> np.ndarray:

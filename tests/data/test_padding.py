@@ -45,6 +45,7 @@ def read(opened, epoch, step, replica=0, part=0, parts=1, taken=None):
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     size=st.integers(1, 30),
+    longest=st.sampled_from([12, 70]),  # short ones are stored by position, long ones in pieces
     batch_size=st.integers(2, 17),
     workers=st.integers(1, 3),
     local=st.integers(1, 2),
@@ -57,10 +58,10 @@ def read(opened, epoch, step, replica=0, part=0, parts=1, taken=None):
     epoch=st.integers(0, 10**6),
 )
 def test_every_example_once_padded_as_its_batch_on_any_number_of_replicas(
-    size, batch_size, workers, local, parts, bucket_by, shuffle, drop, multiple, seed, epoch
+    size, longest, batch_size, workers, local, parts, bucket_by, shuffle, drop, multiple, seed, epoch
 ):
     drop = drop and batch_size <= size
-    tokens, _ = texts(size, seed=seed)
+    tokens, _ = texts(size, longest, seed)
     data = ArrayData(tokens, padding=Padding(-1, multiple=multiple, bucket_by=bucket_by, buckets=3))
     options = BatchOptions(batch_size, seed, shuffle, drop)
     opened = source(data, options, "data")
@@ -70,8 +71,8 @@ def test_every_example_once_padded_as_its_batch_on_any_number_of_replicas(
         whole = read(opened, epoch, step)
         numbers, mask = (each.numpy() for each in whole.batch)
         index = whole.index.numpy()
-        longest = max(len(tokens[i]) for i in index)
-        assert numbers.shape == mask.shape == (len(index), -(-longest // multiple) * multiple)
+        width = max(len(tokens[i]) for i in index)
+        assert numbers.shape == mask.shape == (len(index), -(-width // multiple) * multiple)
         for row, valid, i in zip(numbers, mask, index, strict=True):
             np.testing.assert_array_equal(row[valid], tokens[i])
             np.testing.assert_array_equal(row[len(tokens[i]) :], -1)
@@ -89,6 +90,27 @@ def test_every_example_once_padded_as_its_batch_on_any_number_of_replicas(
     assert len(set(together)) == len(together)
     if not shuffle and not bucket_by:
         assert together == list(range(len(together)))
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=12).filter(any),
+    tail=st.sampled_from([(), (3,), (2, 2)]),
+    dtype=st.sampled_from(["int32", "int8", "float32", "bool"]),
+    value=st.sampled_from([0, 1]),
+)
+def test_sequences_are_as_numpy_pads_them(lengths, tail, dtype, value):
+    random = np.random.default_rng(len(lengths))
+    sequences = [random.integers(0, 2, (length, *tail)).astype(dtype) for length in lengths]
+    expected = np.full([len(lengths), max(lengths), *tail], value, dtype)
+    for row, sequence in zip(expected, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    padding = Padding(bool(value) if dtype == "bool" else value, mask=False)
+    opened = source(ArrayData(sequences, padding=padding), BatchOptions(len(lengths)), "data")
+    batch = read(opened, 0, 0).batch
+    assert batch.dtype == dtype
+    np.testing.assert_array_equal(batch, expected)
+    assert batch.shape[2:] == list(tail)
 
 
 def test_order_of_buckets_is_a_pure_function_that_changes_with_seed_and_epoch():
