@@ -17,24 +17,40 @@ from loop.errors import UsageError
 from loop.task import Batch
 
 _PIECES = 6
-"""Into at least how many pieces a sequence of mean length is cut. Gaps in last pieces then take about 1/16 more memory."""
+"""Into at least how many pieces a sequence of mean length is cut: gaps then take about a sixteenth more memory."""
 
 
 class _Padded(NamedTuple):
     """`Sequences` as tensors; see there.
 
+    Along the last axis that differs, examples are cut into pieces. To look up whole pieces is several times as fast as
+    to look up each position.
+
     Attributes:
-        rows: the rows of all examples, and after them one row that fills gaps. Of sequences, a row is a piece of
-            `piece` positions; the last piece of each is filled up.
+        pieces: the pieces of all examples, and after them one that fills gaps: [pieces + 1, positions, ...].
         shapes: the sizes of each example that may differ: int64 [examples, axes].
-        firsts: the index of the first row of each example: int64 [examples].
-        piece: the positions of a row; 0: a row is one position, and has no axis for it.
+        firsts: the index of the first piece of each example: int64 [examples].
     """
 
-    rows: tf.Tensor
+    pieces: tf.Tensor
     shapes: tf.Tensor
     firsts: tf.Tensor
-    piece: int = 0
+
+    @property
+    def axes(self) -> int:
+        """The number of axes that may differ."""
+        return int(self.shapes.shape[1])
+
+    @property
+    def positions(self) -> int:
+        """The number of positions of a piece."""
+        return int(self.pieces.shape[1])
+
+    def counts(self, shapes: tf.Tensor) -> tf.Tensor:
+        """Shapes, int64 [..., axes], with the number of pieces as the size of the last axis."""
+        rounding = np.zeros([self.axes], np.int64)
+        rounding[-1] = self.positions - 1
+        return (shapes + rounding) // (rounding + 1)
 
 
 class PaddedArraySource(ArraySource):
@@ -70,21 +86,10 @@ class PaddedArraySource(ArraySource):
         return tensors
 
     def _tensors_of(self, name: str | int, array: Sequences) -> _Padded:
-        # One row more fills all gaps: `_gathered` takes data and gaps out of one tensor, by one operation.
         value = self._padding.value(name, array.dtype)
-        if array.dtype.kind == "S" and isinstance(value, str):
-            value = value.encode()  # beside a text, NumPy would decode the bytes of all rows, as ASCII
-        piece = _piece(array)
-        if piece > 1:
-            pieces, firsts = _in_pieces(array, piece, value)
-            with tf.device("CPU:0"):
-                return _Padded(constant(pieces), tf.constant(array.shapes), tf.constant(firsts), piece)
-        fill = np.full([1, *array.rows.shape[1:]], value)
-        if array.dtype.kind not in "SUO":  # text may be longer than the dtype of the array holds
-            fill = fill.astype(array.dtype)
+        pieces, firsts = _in_pieces(array, _positions(array), value)
         with tf.device("CPU:0"):
-            rows = constant(np.concatenate([array.rows, fill]))
-            return _Padded(rows, tf.constant(array.shapes), tf.constant(array.firsts))
+            return _Padded(constant(pieces), tf.constant(array.shapes), tf.constant(firsts))
 
     def head(self, count: int) -> Batch:
         index = tf.range(min(count, self.size), dtype=tf.int64)
@@ -99,9 +104,8 @@ class PaddedArraySource(ArraySource):
                 specs[name] = tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
                 continue
             padded = self._padded[name]
-            open_shape = [None] * (padded.shapes.shape[1] + 1)  # the rows, and the axes that differ
-            row_shape = padded.rows.shape[2:] if padded.piece else padded.rows.shape[1:]
-            specs[name] = tf.TensorSpec([*open_shape, *row_shape], padded.rows.dtype)
+            open_shape = [None] * (padded.axes + 1)  # the rows, and the axes that differ
+            specs[name] = tf.TensorSpec([*open_shape, *padded.pieces.shape[2:]], padded.pieces.dtype)
             masks[name] = tf.TensorSpec(open_shape, tf.bool)
         structure = tf.nest.pack_sequence_as(self._structure, list(specs.values()))
         with_masks = self._with_masks(structure, masks)
@@ -141,77 +145,96 @@ class PaddedArraySource(ArraySource):
 
     def _gathered(self, array: _Padded, index: tf.Tensor, whole: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Some examples of a padded array, [n, lengths..., ...]; and where there is data, bool [n, lengths...]."""
-        padded = self._padding.length(tf.gather(array.shapes, whole))
+        lengths = self._padding.length(tf.gather(array.shapes, whole))
         shapes = tf.gather(array.shapes, index)
-        axes = array.shapes.shape[1]
-        if array.piece:
-            return _joined_pieces(array, index, shapes[:, 0], padded[0])
-        # The index of each element's row: first among the rows of its example, then among all rows.
-        row = tf.zeros([1] * (axes + 1), tf.int64)
-        inside = tf.constant(True)
-        for axis in range(axes):
-            along = tf.reshape(tf.range(padded[axis]), along_axis(axis, axes))
-            size = tf.reshape(shapes[:, axis], [-1] + [1] * axes)
+        # The index of each piece: first among those of its example, then among all.
+        counts = array.counts(shapes)
+        along_axes = _along_axes(array.counts(lengths), array.axes)
+        piece = tf.zeros([], tf.int64)
+        for size, along in zip(_by_axis(counts), along_axes, strict=True):
             # Row-major, as `Sequences` lays the rows of an example out.
-            row = row * size + along
-            inside &= along < size
-        row += tf.reshape(tf.gather(array.firsts, index), [-1] + [1] * axes)
-        filling = tf.shape(array.rows, tf.int64)[0] - 1  # the last row is the one that fills gaps
-        return tf.gather(array.rows, tf.where(inside, row, filling)), inside
+            piece = piece * size + along
+        piece += tf.reshape(tf.gather(array.firsts, index), [-1] + [1] * array.axes)
+        filling = tf.shape(array.pieces, tf.int64)[0] - 1  # the last piece is the one that fills gaps
+        pieces = tf.gather(array.pieces, tf.where(_inside(counts, along_axes), piece, filling))
+
+        # The pieces of the last axis become one, which ends where the longest example does.
+        before = tf.shape(pieces, tf.int64)[: array.axes]
+        width = tf.size(along_axes[-1], tf.int64) * array.positions
+        joined = tf.reshape(pieces, tf.concat([before, [width], array.pieces.shape[2:]], 0))
+        cut = joined[(*[slice(None)] * array.axes, slice(lengths[-1]))]
+        return cut, _inside(shapes, _along_axes(lengths, array.axes))
 
 
-def _piece(array: Sequences) -> int:
-    """How many positions a piece of each sequence has: a power of 2. It is 1 for text, and for several axes."""
-    if array.axes > 1 or array.dtype.kind in "SUO" or not len(array):
+def _along_axes(lengths: tf.Tensor, axes: int) -> list[tf.Tensor]:
+    """For each padded axis, the positions along it: int64 [1.., length, 1..]."""
+    return [tf.reshape(tf.range(lengths[axis]), along_axis(axis, axes)) for axis in range(axes)]
+
+
+def _by_axis(shapes: tf.Tensor) -> list[tf.Tensor]:
+    """The sizes of examples, int64 [n, axes]: for each axis, int64 [n, 1, ..]."""
+    axes = shapes.shape[1]
+    return [tf.reshape(shapes[:, axis], [-1] + [1] * axes) for axis in range(axes)]
+
+
+def _inside(shapes: tf.Tensor, along_axes: list[tf.Tensor]) -> tf.Tensor:
+    """Where examples of these shapes, int64 [n, axes], have data: bool [n, lengths...]."""
+    inside = tf.constant(True)
+    for size, along in zip(_by_axis(shapes), along_axes, strict=True):
+        inside &= along < size
+    return inside
+
+
+def _positions(array: Sequences) -> int:
+    """How many positions a piece has: a power of 2; 1 for text."""
+    if array.dtype.kind in "SUO" or not len(array.rows):
         return 1
-    piece = 1
-    while piece * 2 * _PIECES * len(array) <= len(array.rows):
-        piece *= 2
-    return piece
+    lines = array.shapes[:, :-1].prod(1).sum()
+    positions = 1
+    while positions * 2 * _PIECES * lines <= len(array.rows):
+        positions *= 2
+    return positions
 
 
-def _in_pieces(array: Sequences, piece: int, value: Scalar) -> tuple[np.ndarray, np.ndarray]:
-    """Sequences cut into pieces of equal size.
+def _in_pieces(array: Sequences, positions: int, value: Scalar) -> tuple[np.ndarray, np.ndarray]:
+    """Examples cut into pieces of equal size along the last axis that differs.
 
     Args:
-        array: the sequences.
-        piece: the positions of a piece.
+        array: the examples.
+        positions: the positions of a piece.
         value: what fills the gaps.
 
     Returns:
-        The pieces of all sequences, and after them one that fills gaps, [pieces + 1, piece, ...]; and the index of the
-        first piece of each sequence: int64 [examples].
+        The pieces of all examples, and after them one that fills gaps, [pieces + 1, positions, ...]; and the index of
+        the first piece of each example: int64 [examples].
     """
-    counts = -(-array.sizes // piece)
-    ends = np.cumsum(counts)
-    firsts = ends - counts
-    pieces = np.full([counts.sum() + 1, piece, *array.rows.shape[1:]], value, array.dtype)
+    # The axes before the last one cut an example into lines, such as those of a picture.
+    lines = array.shapes[:, :-1].prod(1)
+    counts = -(-array.shapes[:, -1] // positions)
+    firsts = np.cumsum(lines * counts) - lines * counts
+    if positions == 1:
+        return _with_filling(array, value)[:, np.newaxis], firsts
+    pieces = np.full([(lines * counts).sum() + 1, positions, *array.rows.shape[1:]], value, array.dtype)
 
-    # All positions but those behind the end of a sequence, in its last piece, have data.
-    gaps = counts * piece - array.sizes
-    behind = ends * piece - np.cumsum(gaps)
-    has_data = np.ones([len(pieces) * piece], bool)
-    has_data[np.repeat(behind, gaps) + np.arange(gaps.sum())] = False
-    has_data[-piece:] = False
+    # All positions but those behind the end of a line, in its last piece, have data.
+    widths = np.repeat(array.shapes[:, -1], lines)
+    ends = np.cumsum(np.repeat(counts, lines)) * positions
+    gaps = -widths % positions
+    has_data = np.ones([len(pieces) * positions], bool)
+    has_data[np.repeat(ends - np.cumsum(gaps), gaps) + np.arange(gaps.sum())] = False
+    has_data[-positions:] = False
     pieces.reshape([-1, *array.rows.shape[1:]])[has_data] = array.rows
     return pieces, firsts
 
 
-def _joined_pieces(
-    array: _Padded, index: tf.Tensor, sizes: tf.Tensor, length: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Some sequences, padded to a length; see `PaddedArraySource._gathered`.
-
-    An index for each piece, and not for each position, makes this several times as fast.
-    """
-    piece = array.piece
-    along = tf.range((length + piece - 1) // piece)
-    rows = tf.gather(array.firsts, index)[:, tf.newaxis] + along
-    filling = tf.shape(array.rows, tf.int64)[0] - 1  # the last row is the one that fills gaps
-    inside = along * piece < sizes[:, tf.newaxis]
-    pieces = tf.gather(array.rows, tf.where(inside, rows, filling))
-    whole = tf.reshape(pieces, tf.stack([tf.size(sizes), tf.size(along) * piece, *array.rows.shape[2:]]))
-    return whole[:, :length], tf.sequence_mask(sizes, length)
+def _with_filling(array: Sequences, value: Scalar) -> np.ndarray:
+    """The rows of all examples, and after them one that fills gaps: [rows + 1, ...]."""
+    if array.dtype.kind == "S" and isinstance(value, str):
+        value = value.encode()  # beside a text, NumPy would decode the bytes of all rows, as ASCII
+    fill = np.full([1, *array.rows.shape[1:]], value)
+    if array.dtype.kind not in "SUO":  # text may be longer than the dtype of the array holds
+        fill = fill.astype(array.dtype)
+    return np.concatenate([array.rows, fill])
 
 
 def lengths(data: ArrayData) -> np.ndarray:
