@@ -63,10 +63,11 @@ def eval_every(text: str | None) -> int | str | dict[str, int | str | None] | No
     return paces
 
 
-def schedule(text: str) -> int | str:
+def schedule(text: str | None) -> int | str:
     """What was typed as `--checkpoint-every`; UsageError if it is no schedule."""
     every = number_or_word(text)
-    assert every is not None
+    if every is None:  # not typed
+        return "auto"
     try:
         if every != "auto":
             Schedule(every)

@@ -107,9 +107,9 @@ class TrainArguments(types.SimpleNamespace):
     threads: typed.Threads = None
     eval_every: typed.EvalEvery = None
     eval_beside: typed.EvalBeside = None
-    checkpoint_every: typed.CheckpointEvery = "auto"
+    checkpoint_every: typed.CheckpointEvery = None
     track: typed.Track = None
-    track_wait: typed.TrackWait = 60.0
+    track_wait: typed.TrackWait = None
     tag: typed.Tag = None
     log_model: typed.LogModel = False
     register: typed.Register = None
