@@ -100,7 +100,9 @@ def make(texts: Sequence[str] | None) -> list[callbacks.Callback]:
     made = []
     for text in texts or ():
         is_of_command = _OF_COMMANDS.fullmatch(text) is not None
-        made.append(_made_by_command(text) if is_of_command else _made(text))
+        callback = _made_by_command(text) if is_of_command else _made(text)
+        callback.typed = text
+        made.append(callback)
     return made
 
 
