@@ -68,15 +68,7 @@ def arguments(record: Record, options: Mapping[str, Option], about: Mapping[str,
         UsageError: the run isn't one that has the same bits twice.
     """
     _check(record)
-    # The backend that was chosen, whatever was asked for: `auto` may choose another one now.
-    typed = [f"--backend={record.backend}"]
-    parallel = record.replicas if record.backend in _DEVICES else record.workers
-    if (parallel or 1) > 1:
-        typed.append(f"--workers={parallel}")
-    # No options of `fit`. Of the threads, 0 means that TensorFlow decides.
-    for name, flag in _OF_MACHINE.items():
-        if record.machine.get(name):
-            typed.append(f"--{flag}={record.machine[name]}")
+    typed = list(_place(record))
     recorded = dict(record.options)
     # Only one length can be typed; and none for phases, which have theirs.
     if about.get("phases"):
@@ -88,6 +80,18 @@ def arguments(record: Record, options: Mapping[str, Option], about: Mapping[str,
         if name not in _UNUSED and value is not None and flag in options:
             typed += _typed(flag, value, options[flag])
     return [*typed, *_typed_fields(record, about.get("changed"))]
+
+
+def _place(record: Record) -> Iterator[str]:
+    """The words of a command line for the place where a run trained: no options of `fit`, but for the backend."""
+    # The backend that was chosen, whatever was asked for: `auto` may choose another one now.
+    yield f"--backend={record.backend}"
+    parallel = record.replicas if record.backend in _DEVICES else record.workers
+    if (parallel or 1) > 1:
+        yield f"--workers={parallel}"
+    for name, flag in _OF_MACHINE.items():
+        if record.machine.get(name):  # 0 threads: TensorFlow decides
+            yield f"--{flag}={record.machine[name]}"
 
 
 def callback_arguments(about: Mapping[str, object], is_own: bool) -> Iterator[str]:
