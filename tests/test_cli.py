@@ -117,6 +117,7 @@ BEFORE_TENSORFLOW = [
     (["train", "digits", "--epoch", "1"], "there is no option --epoch; did you mean '--epochs'"),
     (["train", "digits", "--learning-rate=1"], "no option --learning-rate; .* by --set learning_rate=VALUE"),
     (["runs", "--learning-rate=1"], "there is no option --learning-rate$"),
+    (["train", "digits", "--drop-remainder=x"], "--drop-remainder takes no value: give it alone, or leave it out"),
     (["train", "nowhere.py:Task"], "there is no file nowhere.py"),
     (["train", "./nowhere.py"], r"TARGET './nowhere\.py': there is no file nowhere\.py$"),
     (["train", "mien.py"], "there is no file mien.py; did you mean 'mine.py'"),

@@ -198,6 +198,8 @@ def _wrong_usage(error: Any) -> str:
         text = f"{error.param.opts[0]} {first['input']}: {what}"
     elif type(error).__name__ == "NoSuchOption":
         text = _no_such_option(error)
+    elif flag := re.fullmatch(r"Option '(.*)' does not take a value\.", text):
+        text = f"{flag[1]} takes no value: give it alone, or leave it out"
     elif unknown := re.fullmatch(r"No such command '(.*)'\.", text, re.DOTALL):
         text = f"there is no command {unknown[1]!r}{nearest(unknown[1], error.ctx.command.commands)}"
     return f"tfloop: error: {' '.join(text.split())}"

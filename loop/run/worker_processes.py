@@ -70,6 +70,7 @@ def fit_in_workers(
     # All that can be refused is refused here, before processes are started, which takes seconds.
     options = with_defaults(task, {**given, "backend": _backend(given["backend"])})
     arguments = [*_typed_options(task, given), *_typed_fields(task), *_tracking(callbacks)]
+    address.check_run_dir(run_dir)
     where: str | Path
     if run_dir is not None and address.is_url(run_dir):
         where = address.read_url(str(run_dir))
