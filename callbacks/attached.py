@@ -15,15 +15,15 @@ class Attached(Callback):
 
     Args:
         patched: what the other process has of attributes of the task's classes that it has changed, as JSON: their
-            digests, by class and name.
+            digests, by the class's place in the order of inheritance and by name.
     """
 
     def __init__(self, patched: str = "{}") -> None:
         self._patched: Json = json.loads(patched)
 
     def on_setup(self, run: Run) -> None:
-        for kind in type(run.task).__mro__:
-            for name, digest in self._patched.get(kind.__qualname__, {}).items():
+        for place, kind in enumerate(type(run.task).__mro__):
+            for name, digest in self._patched.get(str(place), {}).items():
                 if digest_of(kind, name) != digest:
                     raise ValueError(
                         f"fit(workers=...): {kind.__name__}.{name} was changed after the class was made, and workers "

@@ -20,21 +20,22 @@ _LIBRARIES = ("loop", "callbacks", "builtins", "abc", "typing")
 
 
 def patched(kind: type, source: str | None) -> dict[str, dict[str, str]]:
-    """The digests of attributes that aren't what the code of their class says, by class and name.
+    """The digests of attributes that aren't what the code of their class says, by the class's place in the order of
+    inheritance, and by name: two classes of one name may stand there.
 
     Args:
         kind: the task's class.
         source: the text of the module that has it; None: the file of each class's module.
     """
     found: dict[str, dict[str, str]] = {}
-    for base in kind.__mro__:
+    for place, base in enumerate(kind.__mro__):
         if base.__module__.partition(".")[0] in _LIBRARIES:
             continue
         node = _definition(base, source)
         if node is not None:
             digests = {name: digest_of(base, name) for name in _changed(base, node)}
             if digests:
-                found[base.__qualname__] = digests
+                found[str(place)] = digests
     return found
 
 
@@ -98,4 +99,4 @@ def _is_as_said(kind: type, name: str, said: _Said) -> bool:
     if name in said.methods:
         return getattr(value, "__qualname__", "") == f"{kind.__qualname__}.{name}"
     # Set from outside. Of other objects, such as data, it can't be told whether another process has the same.
-    return not (isinstance(value, str | int | float) or isinstance(value, types.FunctionType))
+    return not isinstance(value, str | int | float | types.FunctionType)
