@@ -140,6 +140,10 @@ def _make_writable(directory: Path) -> None:
         probe = directory / f".probe-{os.getpid()}"
         probe.touch()
         probe.unlink()
+    except (FileExistsError, NotADirectoryError):
+        raise UsageError(
+            f"the run directory {directory}: it, or what stands above it, is a file: give another one"
+        ) from None
     except OSError as error:
         raise UsageError(
             f"the run directory {directory} can't be written ({error.strerror}): give another one, or make it writable"
