@@ -72,8 +72,40 @@ __all__ = [
 class StandardSet(list[Callback]):
     """A complete set of callbacks, as `standard` returns it: `fit` adds nothing to it. `+` adds your own callbacks."""
 
+    named: tuple[type[Callback], ...] = ()
+    """The classes that `standard` was given a callback or None for, which wins over the task's own callbacks."""
+
     def __add__(self, other: Iterable[Callback]) -> StandardSet:  # type: ignore[override]
-        return StandardSet([*self, *other])
+        more = StandardSet([*self, *other])
+        more.named = self.named
+        return more
+
+    def left_of(self, own: Iterable[Callback]) -> list[Callback]:
+        """Those of a task's own callbacks that are added to this set."""
+        return [callback for callback in own if not isinstance(callback, self.named)]
+
+
+_KINDS: dict[str, type[Callback]] = {
+    "broadcast": BroadcastVariables,
+    "shard": ShardData,
+    "sentinel": Sentinel,
+    "checkpoint": Checkpoint,
+    "system": SystemMetrics,  # before the journal, whose last line is the end of the run
+    "journal": Journal,
+    "report": Report,
+    "mlflow": MLflowTracker,
+    "progress": Progress,
+    "trainer_status": TrainerStatus,
+}
+"""The classes of the standard set by their names for `standard`, in the order in which hooks are called.
+
+The report reads the journal's last line, and MLflow delivers the report.
+"""
+
+_MADE_OTHERWISE: dict[type[Callback], Callable[[], Callback | None]] = {
+    SystemMetrics: partial(SystemMetrics, runs_on="chief"),
+    TrainerStatus: TrainerStatus.injected,
+}
 
 
 def standard(**changes: Callback | None) -> StandardSet:
@@ -89,27 +121,15 @@ def standard(**changes: Callback | None) -> StandardSet:
     Raises:
         TypeError: for another name.
     """
-    # Hooks are called in this order: the report reads the journal's last line, and MLflow delivers the report.
-    kinds: dict[str, Callable[[], Callback | None]] = {
-        "broadcast": BroadcastVariables,
-        "shard": ShardData,
-        "sentinel": Sentinel,
-        "checkpoint": Checkpoint,
-        "system": partial(SystemMetrics, runs_on="chief"),  # before the journal, whose last line is the end of the run
-        "journal": Journal,
-        "report": Report,
-        "mlflow": MLflowTracker,
-        "progress": Progress,
-        "trainer_status": TrainerStatus.injected,
-    }
-    if unknown := set(changes) - set(kinds):
-        raise TypeError(f"standard() has no {', '.join(sorted(unknown))}: its callbacks are {', '.join(kinds)}")
+    if unknown := set(changes) - set(_KINDS):
+        raise TypeError(f"standard() has no {', '.join(sorted(unknown))}: its callbacks are {', '.join(_KINDS)}")
     callbacks = StandardSet()
-    for name, kind in kinds.items():
+    for name, kind in _KINDS.items():
         # A callback that is changed or dropped isn't even made: its constructor may read the environment.
-        callback = changes[name] if name in changes else kind()
+        callback = changes[name] if name in changes else _MADE_OTHERWISE.get(kind, kind)()
         if callback is not None:
             callbacks.append(callback)
+    callbacks.named = tuple(_KINDS[name] for name in changes)
     return callbacks
 
 
@@ -118,12 +138,13 @@ def complete(callbacks: Iterable[Callback] | None, own: Iterable[Callback] = ())
 
     None is the standard set, and a `StandardSet` is used unchanged. Other callbacks are added to the standard set, in
     which each replaces the callback of its own class. The task's own do the same, in either set; a callback given to
-    `fit` wins. `MLflowTracker` comes last, since it delivers what the others write at the end. `EvaluateBeside` comes
-    first: at the end it waits for results, which must be in the journal before its last line.
+    `fit` wins, and so does one that `standard` was given, or None in its place. `MLflowTracker` comes last, since it
+    delivers what the others write at the end. `EvaluateBeside` comes first: at the end it waits for results, which must
+    be in the journal before its last line.
     """
     # `sorted` keeps the order of those for which `_order` is the same.
     if isinstance(callbacks, StandardSet):
-        return sorted(_with(callbacks, own), key=_order)
+        return sorted(_with(callbacks, callbacks.left_of(own)), key=_order)
     return sorted(_with(_with(standard(), own), callbacks or ()), key=_order)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
+import operator
 from typing import TypeGuard
 
 from callbacks.types import Json, JsonObject
@@ -20,6 +22,22 @@ def is_number(value: object, least: float, most: float = math.inf) -> bool:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     return math.isfinite(value) and least <= float(value) <= most
+
+
+def plain_numbers(value: object) -> object:
+    """A number or truth value of another type, such as NumPy's, as Python's own, also in a dict; others unchanged."""
+    if isinstance(value, dict):
+        return {name: plain_numbers(item) for name, item in value.items()}
+    if isinstance(value, bool):
+        return value
+    kind = type(value)
+    if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):  # which NumPy registers as no number
+        return bool(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
+        return float(value)
+    with contextlib.suppress(TypeError):  # an array of several numbers has the method, too
+        return operator.index(value)  # type: ignore[arg-type]
+    return value
 
 
 def check(callback: object, is_valid: bool, fix: str, **given: object) -> None:

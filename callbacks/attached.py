@@ -1,7 +1,43 @@
 """Attached: marks a training that another process has started and watches, so that it ends with that process."""
 
-from callbacks.base import Callback
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+
+from callbacks.base import Callback, Run
+from callbacks.types import Json
 
 
 class Attached(Callback):
-    """Does nothing itself: a training with a callback of another command ends when that command is gone."""
+    """A training with a callback of another command ends when that command is gone.
+
+    Args:
+        patched: what the other process has of attributes of the task's classes that it has changed, as JSON: their
+            digests, by the class's place in the order of inheritance and by name.
+    """
+
+    def __init__(self, patched: str = "{}") -> None:
+        self._patched: Json = json.loads(patched)
+
+    def on_setup(self, run: Run) -> None:
+        for place, kind in enumerate(type(run.task).__mro__):
+            for name, digest in self._patched.get(str(place), {}).items():
+                if digest_of(kind, name) != digest:
+                    raise ValueError(
+                        f"fit(workers=...): {kind.__name__}.{name} was changed after the class was made, and workers "
+                        f"have another one, as they run the class's own code: make {name} a field of {kind.__name__}, "
+                        "or change the code of the class"
+                    )
+
+
+def digest_of(kind: type, name: str) -> str:
+    """What tells an attribute of a class from another one: the value of a number or text, the name of a function."""
+    value = vars(kind).get(name, inspect.Parameter.empty)
+    if isinstance(value, str | int | float | None):
+        text = repr(value)
+    else:
+        text = f"{type(value).__name__} {getattr(value, '__qualname__', '')}"
+    # Not the text itself, which may be a secret, and will stand on a command line.
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]

@@ -149,12 +149,14 @@ class Callback:
         key: the name under which the callback's state is kept in a checkpoint; unique within a run.
         watches: the metrics that the callback needs, each by the name of the argument that gives it. A run without such
             a metric is refused before its first step.
+        typed: the text of `--callback` that it was made of, with which a run is made again; "": it wasn't typed.
     """
 
     runs_on: ClassVar[Literal["chief", "all"]] = "chief"
     every: Every = "epoch"
     key: str = ""
     watches: Mapping[str, str] = MappingProxyType({})
+    typed: str = ""
 
     def on_setup(self, run: Run) -> None:
         """Model and optimizer exist. Nothing has been restored, and no data has been read."""

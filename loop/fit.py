@@ -98,7 +98,7 @@ def fit(
             plug-in's name, or a `Backend` object; `auto`.
         callbacks: added to the standard set, where each replaces the standard callback of its class. What
             `callbacks.standard(...)` returned is taken as it is. The task's own (`TrainTask.build_callbacks`) are added
-            to either; None: the standard set.
+            to either, except those that a callback given here replaces or drops; None: the standard set.
         run_dir: the run directory; a new one below `runs/`.
         resume: `auto` goes on from the newest good checkpoint in the run directory, also if a callback has stopped the
             run. `never` refuses a directory that has one. The path of a checkpoint or a run directory starts from

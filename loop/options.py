@@ -6,7 +6,6 @@ Imports no TensorFlow, so that errors are reported at once.
 from __future__ import annotations
 
 import dataclasses
-import operator
 import re
 import reprlib
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard
 
+from callbacks.arguments import plain_numbers
 from callbacks.nearest import nearest
 from loop.errors import UsageError
 
@@ -258,13 +258,15 @@ def with_defaults(task: HasDefaults | None, given: Mapping[str, object]) -> Opti
     Raises:
         UsageError: an option that doesn't exist, or an invalid value.
     """
-    own = {} if task is None else dict(task.defaults)
-    for name in own:
+    own = {}
+    for name, value in ({} if task is None else task.defaults).items():
         if name not in DEFAULTS:
             raise UsageError(
                 f"{type(task).__name__}.defaults has {name!r}: fit has no such option{nearest(name, DEFAULTS)}"
             )
-    passed = {name: whole(value) for name, value in given.items() if value is not None}  # None counts as not given
+        own[name] = plain_numbers(value)
+    # None counts as not given.
+    passed = {name: plain_numbers(value) for name, value in given.items() if value is not None}
 
     phases = [] if task is None else phases_of(task)
     # Before the values are merged: a task's own length is no mistake beside one that the caller gives.
@@ -333,11 +335,6 @@ def _sum(lengths: list[int | None]) -> int | None:
     return total
 
 
-def whole(value: object) -> object:
-    """A whole number of another type, such as NumPy's, as a Python int; any other value unchanged."""
-    return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
-
-
 @dataclasses.dataclass(frozen=True)
 class Phase:
     """One part of a training: for example, first of the head, then of all layers. See `TrainTask.phases`.
@@ -353,6 +350,10 @@ class Phase:
     epochs: int | None = None
     steps: int | None = None
     batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "steps", "batch_size"):
+            object.__setattr__(self, name, plain_numbers(getattr(self, name)))
 
 
 def phases_of(task: object) -> list[Phase]:

@@ -2,12 +2,14 @@
 
 import inspect
 
+import numpy as np
 import pytest
 
 import cli
 from loop import TrainTask, UsageError, fit
-from loop.options import DEFAULTS, KEPT, OPTIONS, with_defaults
+from loop.options import DEFAULTS, KEPT, OPTIONS, Phase, with_defaults
 from loop.run.worker_processes import _typed_options
+from tests.tasks import Plain
 
 NO_OPTIONS = {"task", "callbacks", "run_dir", "workers"}
 """Arguments of `fit` that no task has a default for."""
@@ -65,3 +67,29 @@ def test_what_changes_the_result_is_kept():
 def test_a_value_of_no_sense_is_refused_with_a_fix(option):
     with pytest.raises(UsageError, match=rf"^{option.name}=.*give "):
         with_defaults(None, {option.name: object()})
+
+
+class Numbered(TrainTask):
+    defaults = {"clip_norm": np.float32(0.5), "eval_every": {"val": np.int64(3)}}
+
+    def phases(self):
+        return [Phase("one", steps=np.int64(2), batch_size=np.int32(4))]
+
+
+def test_numbers_of_numpy_are_python_s():
+    given = {"batch_size": np.int64(4), "ema": np.float32(0.5), "shuffle": np.False_, "stall_timeout": np.int8(9)}
+    options = with_defaults(Numbered(), given)
+    expected = {"batch_size": 4, "ema": 0.5, "shuffle": False, "stall_timeout": 9, "clip_norm": 0.5, "steps": 2}
+    for name, value in (expected | {"eval_every": {"val": 3}}).items():
+        assert (options[name], type(options[name])) == (value, type(value)), name
+    assert type(options["eval_every"]["val"]) is int
+    for name, value in {"epochs": np.float64(2), "clip_norm": np.array([1.0, 2.0]), "seed": np.True_}.items():
+        with pytest.raises(UsageError, match=f"{name}=.*: give"):
+            with_defaults(None, {name: value})
+
+
+@pytest.mark.parametrize("run_dir", [3, b"x", ["a"], "a\0b"])
+@pytest.mark.parametrize("workers", [None, 2])
+def test_a_run_dir_that_is_no_path_is_one_line(run_dir, workers):
+    with pytest.raises(UsageError, match=r"run_dir=.*: give a path, a URL, or None"):
+        fit(Plain(), run_dir=run_dir, steps=1, workers=workers)

@@ -89,6 +89,12 @@ def create(
     if min_shard_bytes is not None:
         partition = f"min:{min_shard_bytes}"
     made = _create(name, workers, devices, partition, communication)
+    chosen: dict[str, object] = {}
+    if communication != "auto":
+        chosen["communication"] = communication
+    if devices_per_replica not in (None, 1):
+        chosen["devices_per_replica"] = devices_per_replica
+    made.chosen = chosen
     # Only now: the launcher takes it that a SIGTERM can't be lost any more, and stops repeating it.
     mark_state("started")
     return made

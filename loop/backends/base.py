@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import keras
@@ -63,12 +64,14 @@ class Backend(StepCollectives):
         own_variables: whether each replica has variables of its own.
         priority: of a plug-in: `auto` asks those with a greater one first; None: it is only taken by name.
         member: this worker's part in an elastic job, in which workers join and are lost; None: the job isn't elastic.
+        chosen: the options other than their defaults that it was made with and that may change bits, by name.
     """
 
     name: ClassVar[str] = "single"
     cannot_send: ClassVar[dict[str, str]] = {}
     asynchronous: ClassVar[bool] = False
     member: Member | None = None
+    chosen: Mapping[str, object] = MappingProxyType({})
     device: str = ""
     own_variables: ClassVar[bool] = True
     priority: ClassVar[int | None] = 0

@@ -41,12 +41,14 @@ class Contender:
         steps: in one call; None: tfloop chooses.
         speeds: examples per second, of each round.
         problem: why it can't be measured, or "".
+        left_out: the task's own options that it goes without, or "".
     """
 
     name: str
     steps: int | None = None
     speeds: list[float] = dataclasses.field(default_factory=list)
     problem: str = ""
+    left_out: str = ""
 
     def __str__(self) -> str:
         if self.steps is None:
@@ -167,6 +169,7 @@ def _measure_other(
         contender.problem = trial.problem(code, directory)
     if not contender.problem:
         contender.speeds.append(found["examples_per_second"])
+        contender.left_out = found["left_out"]
 
 
 def lines(report: Report) -> Iterator[RenderableType | tuple[str, bool | None]]:
@@ -179,6 +182,8 @@ def lines(report: Report) -> Iterator[RenderableType | tuple[str, bool | None]]:
             continue
         span = f"{min(contender.speeds):,.0f} to {max(contender.speeds):,.0f}"
         against = f"{contender.speed / hand.speed:.2f} of the loop by hand" if hand else ""
+        if contender.left_out:
+            against += f"{', ' * bool(against)}without {contender.left_out}"
         rows.append([str(contender), f"{contender.speed:,.0f}", span, against])
     yield f"{report.target}, batch {report.batch_size}, {os.cpu_count()} cores, {report.rounds} rounds"
     yield terminal.table(rows, ["", "examples/s", "range", ""], right=[1, 2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     """Trains for a while; returns how many examples it has used."""
 
 
+_OURS_ALONE = ("accumulate", "compile", "ema", "overfit", "remat")
+"""The options that change what a step does, and that the contenders haven't."""
+
+
 class _NotComparableError(Exception):
     """Why a contender can't train the task; the text is shown to the user."""
 
@@ -36,7 +40,7 @@ def main() -> None:
         devices.prepare()  # before the task is loaded: its code may use TensorFlow
         task = task_loader.load(asked["target"], asked["assignments"])
     try:
-        found: dict[str, object] = {"examples_per_second": _speed(task, asked)}
+        found: dict[str, object] = {"examples_per_second": _speed(task, asked), "left_out": _left_out(task)}
     except (_NotComparableError, UsageError) as error:
         found = {"problem": str(error)}
     write_text(Path(asked["out"]), json.dumps(found))
@@ -78,6 +82,30 @@ def _check(task: TrainTask) -> None:
         raise _NotComparableError(f"the task trains in {precision} by itself, and a plain loop would in float32")
 
 
+def _left_out(task: TrainTask) -> str:
+    """The task's own options that a contender goes without, in words."""
+    from loop.options import DEFAULTS, with_defaults
+
+    options = with_defaults(task, {})
+    return ", ".join(f"{name}={options[name]!r}" for name in _OURS_ALONE if options[name] != DEFAULTS[name])
+
+
+def _clipped(task: TrainTask, gradients: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+    """The gradients, clipped as the task's own options say."""
+    import tensorflow as tf
+
+    from loop.options import with_defaults
+
+    options = with_defaults(task, {})
+    if options["clip_norm"] is not None:
+        clipped: Sequence[tf.Tensor] = tf.clip_by_global_norm(gradients, options["clip_norm"])[0]
+        return clipped
+    most = options["clip_value"]
+    if most is None:
+        return gradients
+    return [None if gradient is None else tf.clip_by_value(gradient, -most, most) for gradient in gradients]
+
+
 def _optimizer(task: TrainTask) -> Optimizer:
     optimizer = task.build_optimizer()
     if isinstance(optimizer, dict):
@@ -90,10 +118,13 @@ def _batches(task: TrainTask, batch_size: int) -> tf.data.Dataset:
     import tensorflow as tf
 
     from loop.data import ArrayData
+    from loop.options import with_defaults
 
     data = task.train_data()
     if isinstance(data, ArrayData) and data.padding is None:
-        examples = tf.data.Dataset.from_tensor_slices(data.arrays).shuffle(min(data.size, 10_000))
+        examples = tf.data.Dataset.from_tensor_slices(data.arrays)
+        if with_defaults(task, {})["shuffle"]:
+            examples = examples.shuffle(min(data.size, 10_000))
     elif isinstance(data, tf.data.Dataset):  # the task has shuffled it, where it wants to
         examples = data
     else:
@@ -135,7 +166,7 @@ def _by_hand(task: TrainTask, batch_size: int, steps: int) -> Trainer:
         for _ in tf.range(steps):
             with tf.GradientTape() as tape:
                 loss = _mean_loss(task, model, next(iterator))
-            gradients = tape.gradient(loss, variables)
+            gradients = _clipped(task, tape.gradient(loss, variables))
             optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
     iterator = iter(batches)
@@ -165,7 +196,7 @@ def _keras(task: TrainTask, batch_size: int, steps: int) -> Trainer:
         def train_step(self, batch: Batch) -> dict[str, tf.Tensor]:
             with tf.GradientTape() as tape:
                 loss = _mean_loss(task, inner, batch)
-            optimizer.apply(tape.gradient(loss, variables), variables)
+            optimizer.apply(_clipped(task, tape.gradient(loss, variables)), variables)
             return {"loss": loss}
 
     optimizer.build(variables)

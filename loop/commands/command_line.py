@@ -23,6 +23,12 @@ from loop.errors import BAD_INPUT, FAILED, TrainingError, UsageError
 from loop.launch import explain
 from loop.launch.environment import JOB
 
+_OF_PARSER = {
+    r"^Option '(.*)' does not take a value\.$": r"\1 takes no value: give it alone, or leave it out",
+    r"^Missing argument '(.*)'\.$": r"\1 is missing: --help says what to give",
+    r"^Got unexpected extra argument\(s\) \((.*)\)$": r"\1: the command takes no more arguments: leave it out",
+}
+"""What the parser of the command line says, and what tfloop says instead."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The errors of a disk, quota or file that takes no more."""
 
@@ -63,10 +69,11 @@ def eval_every(text: str | None) -> int | str | dict[str, int | str | None] | No
     return paces
 
 
-def schedule(text: str) -> int | str:
+def schedule(text: str | None) -> int | str:
     """What was typed as `--checkpoint-every`; UsageError if it is no schedule."""
     every = number_or_word(text)
-    assert every is not None
+    if every is None:  # not typed
+        return "auto"
     try:
         if every != "auto":
             Schedule(every)
@@ -199,6 +206,8 @@ def _wrong_usage(error: Any) -> str:
         text = _no_such_option(error)
     elif unknown := re.fullmatch(r"No such command '(.*)'\.", text, re.DOTALL):
         text = f"there is no command {unknown[1]!r}{nearest(unknown[1], error.ctx.command.commands)}"
+    for pattern, words in _OF_PARSER.items():
+        text = re.sub(pattern, words, text, flags=re.DOTALL)
     return f"tfloop: error: {' '.join(text.split())}"
 
 

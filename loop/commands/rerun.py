@@ -10,9 +10,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from callbacks.files import read_json
 from callbacks.run_record import provenance
 from callbacks.run_record.record import Record
-from callbacks.run_record.redaction import HIDDEN, tell
+from callbacks.run_record.redaction import HIDDEN, printable, tell
+from loop.commands import typed_callbacks
 from loop.commands.config import Option
 from loop.errors import PREEMPTED, TrainingError, UsageError
 from loop.target.fields import typed as typed_field
@@ -21,6 +23,12 @@ from loop.target.fields import typed as typed_field
 _COMMAND = [sys.executable, "-P", "-m", "cli", "train"]
 _UNUSED = ("backend", "resume", "accept_changes", "profile", "stall_timeout")
 """Options that decide no number, or that are given in another way."""
+_OF_MACHINE = {
+    "intra_op_threads": "threads",
+    "communication": "communication",
+    "devices_per_replica": "devices-per-replica",
+}
+"""The options of `tfloop train` that a run records of its machine and backend, by the names that they have there."""
 _DEVICES = ("mirrored", "central")
 """Backends whose replicas are devices of one process."""
 
@@ -60,14 +68,7 @@ def arguments(record: Record, options: Mapping[str, Option], about: Mapping[str,
         UsageError: the run isn't one that has the same bits twice.
     """
     _check(record)
-    # The backend that was chosen, whatever was asked for: `auto` may choose another one now.
-    typed = [f"--backend={record.backend}"]
-    parallel = record.replicas if record.backend in _DEVICES else record.workers
-    if (parallel or 1) > 1:
-        typed.append(f"--workers={parallel}")
-    threads = record.machine.get("intra_op_threads")  # no option of `fit`; 0: TensorFlow decides
-    if threads:
-        typed.append(f"--threads={threads}")
+    typed = list(_place(record))
     recorded = dict(record.options)
     # Only one length can be typed; and none for phases, which have theirs.
     if about.get("phases"):
@@ -79,6 +80,54 @@ def arguments(record: Record, options: Mapping[str, Option], about: Mapping[str,
         if name not in _UNUSED and value is not None and flag in options:
             typed += _typed(flag, value, options[flag])
     return [*typed, *_typed_fields(record, about.get("changed"))]
+
+
+def _place(record: Record) -> Iterator[str]:
+    """The words of a command line for the place where a run trained: no options of `fit`, but for the backend."""
+    # The backend that was chosen, whatever was asked for: `auto` may choose another one now.
+    yield f"--backend={record.backend}"
+    parallel = record.replicas if record.backend in _DEVICES else record.workers
+    if (parallel or 1) > 1:
+        yield f"--workers={parallel}"
+    for name, flag in _OF_MACHINE.items():
+        if record.machine.get(name):  # 0 threads: TensorFlow decides
+            yield f"--{flag}={record.machine[name]}"
+
+
+def callback_arguments(about: Mapping[str, object], is_own: bool) -> Iterator[str]:
+    """The words of a command line for the callbacks of a run that were typed.
+
+    Args:
+        about: the run's `run.json`.
+        is_own: whether this user has made the run: a callback may write a file that its text names.
+    """
+    for text in _callbacks(about).values():
+        # Only the forms that a user may type: others name a class to import.
+        if not text or typed_callbacks.of_commands([text]) or text.startswith("MLflowTracker"):
+            continue
+        if is_own and HIDDEN not in text:
+            yield f"--callback={text}"
+        else:
+            why = "a run does not record secrets" if is_own else "you haven't trained there on this machine"
+            tell(f"note: --callback {printable(text)} is left out: {why}")
+
+
+def left_out(first: Path, second: Path) -> Iterator[str]:
+    """What the first one of two runs had that the second one hasn't, each as a line."""
+    there = _callbacks(read_json(second / "run.json"))
+    for key, text in _callbacks(read_json(first / "run.json")).items():
+        if not text and key not in there:
+            yield f"the first training also had the callback {printable(key)}, which is no part of the task"
+
+
+def _callbacks(about: Mapping[str, object]) -> dict[str, str]:
+    """The callbacks that a run has recorded, by key: how each was typed, or ""."""
+    recorded = about.get("callbacks")
+    texts = {}
+    for key, text in (recorded if isinstance(recorded, dict) else {}).items():
+        if isinstance(text, str):
+            texts[str(key)] = text
+    return texts
 
 
 def _typed_fields(record: Record, changed: object) -> Iterator[str]:
@@ -194,6 +243,8 @@ def compare(first: Path, second: Path) -> Rerun:
 def lines(report: Rerun) -> Iterator[tuple[str, bool | None]]:
     """The result for people: each line, and whether it is good news."""
     yield f"again in {report.second}", None
+    for text in left_out(report.first, report.second):
+        yield text, None
     if report.exact:
         yield f"the same weights to the bit: {report.variables} variables after {report.steps[0]:,} steps", True
         return

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def tracker(
     track: str | None,
-    wait: float = 60.0,
+    wait: float | None = None,
     tags: Sequence[str] = (),
     log_model: bool = False,
     register: str | None = None,
@@ -51,7 +51,11 @@ def tracker(
             raise UsageError(f"--tag {text}: give KEY=VALUE")
     try:
         return MLflowTracker(
-            track, wait=wait, tags=dict(text.split("=", 1) for text in tags), log_model=log_model, register=register
+            track,
+            wait=60.0 if wait is None else wait,
+            tags=dict(text.split("=", 1) for text in tags),
+            log_model=log_model,
+            register=register,
         )
     except ValueError as error:
         # "MLflowTracker(wait=...): give ...": the same text, with the option in place of the argument.

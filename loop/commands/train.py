@@ -174,9 +174,8 @@ def _check(typed: SimpleNamespace) -> None:
 
 def _check_said_once(typed: SimpleNamespace, made: Sequence[callbacks.Callback]) -> None:
     """Refuses options that say something about a callback which is typed, too, and would replace theirs."""
-    every = typed.checkpoint_every
     of_callback = {
-        "Checkpoint": {"--checkpoint-every": None if every == "auto" else every},
+        "Checkpoint": {"--checkpoint-every": typed.checkpoint_every},
         "EvaluateBeside": {"--eval-beside": typed.eval_beside},
         "MLflowTracker": {
             "--track": typed.track,
@@ -291,11 +290,6 @@ def _serve(threads: int) -> Outcome:
     return 0, "", None
 
 
-def _with_typed(chosen: callbacks.StandardSet, texts: Sequence[str] | None) -> callbacks.StandardSet:
-    """The callbacks of a run, with those that were typed."""
-    return callbacks.StandardSet(callbacks.complete(chosen, typed_callbacks.make(texts)))
-
-
 def _fields(result: object) -> JsonObject:
     """What `fit` returned, as far as it can be printed."""
     fields = dict(vars(result))
@@ -333,7 +327,7 @@ def _work(
                 communication=typed.communication,
             )
 
-        chosen = _with_typed(chosen, typed.callback)
+        chosen = typed_callbacks.TypedSet(chosen, typed.callback, typed)
         if typed.dry_run_:
             fields = dry_run.dry_run(task, backend, given)
         else:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 
 import callbacks
 from callbacks.nearest import nearest
@@ -25,6 +27,52 @@ _REFUSED = {
 }
 """Callbacks whose arguments can't be typed, and why."""
 _MOST_CHARACTERS = 2000  # of a text: Python's parser may end the process on one that nests without end
+
+
+class TypedSet(callbacks.StandardSet):
+    """The callbacks of a training that was typed. What was typed also holds for the callbacks of the task.
+
+    Args:
+        chosen: the standard set, as it was typed.
+        texts: the callbacks that were typed, which replace those of the task, as they do those of `chosen`.
+        typed: the other options that were typed, by the names of the command's parameters.
+    """
+
+    def __init__(
+        self, chosen: Iterable[callbacks.Callback], texts: Sequence[str] | None, typed: SimpleNamespace
+    ) -> None:
+        made = make(texts)
+        super().__init__(callbacks.complete(callbacks.StandardSet(chosen), made))
+        only_one = (callbacks.EvaluateBeside, *map(type, callbacks.standard()))
+        self.named = tuple(type(callback) for callback in made if isinstance(callback, only_one))
+        if typed.eval_beside is not None:
+            self.named += (callbacks.EvaluateBeside,)
+        if typed.track == "off":
+            self.named += (callbacks.MLflowTracker,)
+        self._typed = typed
+
+    def left_of(self, own: Iterable[callbacks.Callback]) -> list[callbacks.Callback]:
+        left = super().left_of(own)
+        # Those that stand here were made of what was typed; what was not typed about them stays that of the task.
+        for given, callback in itertools.product(self, left):
+            if isinstance(given, callbacks.Checkpoint) and isinstance(callback, callbacks.Checkpoint):
+                self._change_checkpoint(callback, given)
+            elif isinstance(given, callbacks.MLflowTracker) and isinstance(callback, callbacks.MLflowTracker):
+                self._change_tracker(callback, given)
+        return left
+
+    def _change_checkpoint(self, callback: callbacks.Checkpoint, given: callbacks.Checkpoint) -> None:
+        if self._typed.checkpoint_every is not None:
+            callback.every = given.every
+            callback.pause = given.pause
+
+    def _change_tracker(self, callback: callbacks.MLflowTracker, given: callbacks.MLflowTracker) -> None:
+        if self._typed.track_wait is not None:
+            callback.wait = given.wait
+        callback.uri = given.uri or callback.uri
+        callback.tags |= given.tags
+        callback.log_model = callback.log_model or given.log_model
+        callback.register = given.register or callback.register
 
 
 def of_commands(texts: Iterable[str] | None) -> bool:
@@ -52,7 +100,9 @@ def make(texts: Sequence[str] | None) -> list[callbacks.Callback]:
     made = []
     for text in texts or ():
         is_of_command = _OF_COMMANDS.fullmatch(text) is not None
-        made.append(_made_by_command(text) if is_of_command else _made(text))
+        callback = _made_by_command(text) if is_of_command else _made(text)
+        callback.typed = text
+        made.append(callback)
     return made
 
 

@@ -9,8 +9,11 @@ import socket
 import subprocess
 from pathlib import Path
 
+from callbacks.run_record.redaction import printable
 from loop.errors import UsageError
 from loop.launch.environment import WORKER, job_size
+
+_SECONDS = 30  # that a script may take to print its slots
 
 
 @dataclasses.dataclass
@@ -80,13 +83,24 @@ def discovered_slots(script: Path) -> int:
     """
     try:
         # By its whole path: a name without a slash would be looked for on PATH.
-        done = subprocess.run([script.absolute()], capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(
+            [script.absolute()], capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=True
+        )
     except OSError as error:
         raise UsageError(
             f"--discovery {script} can't be run ({error.strerror}): is its first line such as #!/bin/sh?"
         ) from None
-    except subprocess.SubprocessError as error:
-        raise UsageError(f"--discovery {script}: {error}") from None
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"--discovery {script}: it ran for more than {_SECONDS} seconds: have it print localhost:SLOTS and end"
+        ) from None
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip().rpartition("\n")[2]
+        how = f"was ended by signal {-error.returncode}" if error.returncode < 0 else f"exit code {error.returncode}"
+        shown = f" ({printable(said):.200})" if said else ""
+        raise UsageError(
+            f"--discovery {script}: {how}{shown}: have it print localhost:SLOTS and end with exit code 0"
+        ) from None
     slots = 0
     for line in done.stdout.split():
         host, _, count = line.partition(":")  # the form of Horovod's --host-discovery-script

@@ -82,7 +82,7 @@ def _taken(
         resume = "auto" if resume == "never" else resume
         wait = start_timeout()  # a chief whose host was cut off may not know that yet, and hold the lock
     # The lease of a store first: the directory on this machine belongs to the process that has it.
-    url = _url(run_dir)
+    url = address.url_named(run_dir)
     if url is not None:
         run_dir = stack.enter_context(copies.mirrored(url))
     in_memory = backend.member is not None and backend.member.kept is not None
@@ -91,13 +91,6 @@ def _taken(
     # Only with the lock: a run that is refused must leave no record.
     trust.note(directory, target_of(task))
     return directory
-
-
-def _url(run_dir: str | Path | None) -> str | None:
-    """The URL of a run that is kept in a store; also where a later attempt is given its directory on this machine."""
-    if run_dir is None:
-        return None
-    return address.read_url(str(run_dir)) if address.is_url(run_dir) else address.url_of(launch_path(run_dir))
 
 
 def _prepare(task: TrainTask, run_dir: str | Path | None, resume: str | Path, in_memory: bool) -> Path:
@@ -147,6 +140,10 @@ def _make_writable(directory: Path) -> None:
         probe = directory / f".probe-{os.getpid()}"
         probe.touch()
         probe.unlink()
+    except (FileExistsError, NotADirectoryError):
+        raise UsageError(
+            f"the run directory {directory}: it, or what stands above it, is a file: give another one"
+        ) from None
     except OSError as error:
         raise UsageError(
             f"the run directory {directory} can't be written ({error.strerror}): give another one, or make it writable"

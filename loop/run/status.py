@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.config import is_op_determinism_enabled  # there is no public function for it
 
+from callbacks import standard
 from callbacks.files import Anchor, read_json, write_json
 from callbacks.run_record import provenance
 from callbacks.run_record.redaction import redact, tell
@@ -121,6 +122,7 @@ def describe(run: Run) -> Json:
         "batch_size": run.options["batch_size"],
         "parameters": parameters(run.model),
         **phases,
+        "callbacks": _added_callbacks(run),
         "backend": backend.name,
         "workers": backend.workers,
         "replicas": backend.replicas,
@@ -133,8 +135,20 @@ def describe(run: Run) -> Json:
             "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", ""),
             "deterministic_ops": is_op_determinism_enabled(),
             "compile": run.options["compile"],
+            **backend.chosen,
         },
     }
+
+
+def _added_callbacks(run: Run) -> dict[str, str]:
+    """What a run has in addition to the standard set, by key: how each was typed, or "". Without those of commands."""
+    standard_classes = tuple(map(type, standard()))
+    added = {}
+    for key, callback in run.callbacks.items():
+        is_of_command = callback.typed.startswith("@")
+        if not is_of_command and (callback.typed or not isinstance(callback, standard_classes)):
+            added[key] = callback.typed
+    return added
 
 
 def _fingerprints(run: Run) -> Json:

@@ -13,6 +13,7 @@ from threading import Thread
 from typing import Any
 
 from callbacks import Callback, MLflowTracker, StandardSet, standard
+from callbacks.arguments import plain_numbers
 from callbacks.files import launch_path, write_text
 from callbacks.run_record import history
 from callbacks.run_record.redaction import tell
@@ -24,6 +25,7 @@ from loop.launch.environment import job_size
 from loop.launch.process import WorkerProcess, printed_lines, start_worker, worker_command
 from loop.model.variables import all_variables
 from loop.options import DEFAULTS, with_defaults
+from loop.run.patched_classes import patched
 from loop.run.result import FitResult, read_weights
 from loop.run.run_directory import new_name
 from loop.run.session import Session, index_of
@@ -70,6 +72,7 @@ def fit_in_workers(
     # All that can be refused is refused here, before processes are started, which takes seconds.
     options = with_defaults(task, {**given, "backend": _backend(given["backend"])})
     arguments = [*_typed_options(task, given), *_typed_fields(task), *_tracking(callbacks)]
+    address.check_run_dir(run_dir)
     where: str | Path
     if run_dir is not None and address.is_url(run_dir):
         where = address.read_url(str(run_dir))
@@ -77,13 +80,15 @@ def fit_in_workers(
     else:
         where = folder = launch_path(run_dir or new_name(type(task).__name__)).resolve()
     target = target_of(task)
+    source = None
     if target is None:
         source = cells.source_of(type(task))
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / SOURCE, source)
         target = f"{folder / SOURCE}:{type(task).__name__}"
 
-    printed = _train([target, *arguments, f"--workers={workers}", f"--run-dir={where}"])
+    attached = f"--callback=@callbacks.attached:Attached={json.dumps(patched(type(task), source))}"
+    printed = _train([target, *arguments, f"--workers={workers}", f"--run-dir={where}", attached])
     return _result(printed, _model(task, options, Path(printed["run_dir"])))
 
 
@@ -115,6 +120,7 @@ def _typed_options(task: TrainTask, given: Mapping[str, object]) -> list[str]:
     typed = []
     for name, value in given.items():
         flag = f"--{name.replace('_', '-')}"
+        value = plain_numbers(value)
         if value is None:
             continue
         # Other options that are off by default can't be typed as off.
@@ -244,8 +250,7 @@ def _train(arguments: list[str]) -> Json:
         UsageError: it has refused something.
         TrainingError: it has failed.
     """
-    attached = "--callback=@callbacks.attached:Attached"
-    process = start_worker(worker_command(["train", *arguments, attached, "--json"]), dict(os.environ))
+    process = start_worker(worker_command(["train", *arguments, "--json"]), dict(os.environ))
     results: list[str] = []
     assert process.stdout is not None
     # Both pipes are read at the same time: a full one would stop the process.

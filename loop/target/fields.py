@@ -251,7 +251,7 @@ def _sequence(kind: Hint, text: str) -> list[Value] | tuple[Value, ...]:
 
     values = []
     for element_type, part in zip(_types(kind, len(parts)), parts, strict=True):
-        values.append(_element(element_type, _unquoted(part.strip())))
+        values.append(_element(element_type, unquoted(part.strip())))
     return values if _origin(kind) is list else tuple(values)
 
 
@@ -276,7 +276,7 @@ def _types(kind: Hint, count: int) -> list[Hint]:
     return list(element_types)
 
 
-def _unquoted(text: str) -> str:
+def unquoted(text: str) -> str:
     """A text without the quotes around it."""
     if len(text) < 2 or text[0] != text[-1]:
         return text

@@ -18,14 +18,27 @@ _MOST_BYTES = 5_000_000  # a longer file is left to the import
 _DYNAMIC = ("exec", "globals", "setattr", "vars", "__getattr__")
 """Names with which a module may define a class that its text doesn't show."""
 
+_NO_TASK = re.compile(
+    r"(keras|tf|tf_keras|tensorflow|enum|abc|typing|callbacks)\."
+    r"|(\w*Enum|NamedTuple|TypedDict|Protocol|ABC|\w*Exception|\w*Error|\w*Callback|object|str|int|dict|list|tuple)$"
+)
+"""Bases that are certainly no task."""
+
 
 def classes(path: Path) -> list[str]:
     """The names of the classes in a Python file that may be tasks; [] for any other file."""
     # By a pattern rather than `ast`: it also lists the classes of a file with a mistake in it, for a hint or a shell.
+    names: list[str] = []
     with contextlib.suppress(OSError, ValueError):
         if path.suffix == ".py" and path.is_file():
-            return re.findall(r"^class ([^\W_]\w*)\(", path.read_text(errors="replace"), re.M)
-    return []
+            others = set()
+            for name, bases in re.findall(r"^class (\w+)\(([^)]*)", path.read_text(errors="replace"), re.M):
+                first = bases.partition(",")[0].strip()
+                if "Task" not in bases and (first in others or _NO_TASK.match(first)):
+                    others.add(name)
+                elif not name.startswith("_"):
+                    names.append(name)
+    return names
 
 
 def check(target: str) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from loop import fit
-from loop.commands import bench, bench_contender
+from loop.commands import bench, bench_contender, terminal
 from tests.tasks import Legacy, Weighted
 
 
@@ -46,10 +46,13 @@ def test_a_task_with_phases_is_refused_without_a_word_of_steps(name, command, tm
     assert command(name, "mine.py:One", "--rounds", 1, "--seconds", 0.1, *more)[0] == 0
 
 
-def test_a_contender_minimises_what_tfloop_does(quiet):
+@pytest.mark.parametrize("defaults_", [{}, {"clip_norm": 0.01}, {"clip_value": 0.01}])
+def test_a_contender_minimises_what_tfloop_does(quiet, defaults_):
     """One step of plain gradient descent by hand, from the same weights, over one batch of all examples."""
 
     class Once(Weighted):
+        defaults = defaults_
+
         def build_model(self):
             return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, kernel_initializer="ones")])
 
@@ -68,6 +71,20 @@ def test_a_contender_minimises_what_tfloop_does(quiet):
     assert bench_contender._by_hand(Kept(), size, 1)() == size
     for ours, by_hand in zip(result.model.get_weights(), kept[0].get_weights(), strict=True):
         np.testing.assert_allclose(by_hand, ours, rtol=1e-5, atol=1e-6)  # examples are added up in another order
+
+
+class Heavy(Weighted):
+    defaults = {"accumulate": 4, "compile": "xla", "batch_size": 10, "clip_norm": 1.0}
+
+
+def test_options_of_the_task_that_a_contender_goes_without_are_told():
+    left_out = bench_contender._left_out(Heavy())
+    assert left_out == "accumulate=4, compile='xla'"
+    assert bench_contender._left_out(Weighted()) == ""
+    hand = bench.Contender(bench.BY_HAND, 1, [2.0], left_out=left_out)
+    report = bench.Report("mine", 8, 1, [bench.Contender(bench.OURS, None, [1.0]), hand])
+    shown = "".join(terminal.as_text(line) for line in bench.lines(report) if not isinstance(line, tuple))
+    assert "1.00 of the loop by hand, without accumulate=4, compile='xla'" in shown
 
 
 class OwnStep(Weighted):

@@ -8,6 +8,7 @@ import pytest
 
 from callbacks.run_record import provenance
 from callbacks.run_record.record import read
+from loop.commands import rerun
 
 TASK = """
 from dataclasses import dataclass
@@ -157,6 +158,24 @@ def test_a_run_with_fields_that_cannot_be_typed_is_made_again(project, command):
     train(command, "a", "--set", "names=none,a")
     code, shown, said = command("rerun", "a", "--run-dir", "again")
     assert (code, "the same weights to the bit" in shown) == (0, True), said
+
+
+def test_rerun_has_the_typed_callbacks_and_says_which_others_are_left_out(project, command):
+    typed = ["--callback=EMA(0.5)", "--backend=mirrored", "--workers=2", "--communication=hierarchical"]
+    train(command, "a", *typed)
+    about = json.loads((project / "a" / "run.json").read_text())
+    assert about["callbacks"] == {"EMA": "EMA(0.5)"}
+    # As if a program had given it to `fit`; one that `rerun` goes without; and a text that would import a module.
+    about["callbacks"] |= {"Mine": "", "MLflowTracker": "MLflowTracker(wait=1)", "Other": "@os:getcwd"}
+    (project / "a" / "run.json").write_text(json.dumps(about))
+    code, shown, said = command("rerun", "a", "--run-dir", "again")
+    assert (code, "the same weights to the bit" in shown) == (0, True), said
+    assert "the first training also had the callback Mine, which is no part of the task" in shown
+    again = json.loads((project / "again" / "run.json").read_text())
+    assert (again["callbacks"], again["machine"]["communication"]) == ({"EMA": "EMA(0.5)"}, "hierarchical")
+
+    texts = list(rerun.callback_arguments(about, is_own=False))
+    assert texts == []
 
 
 def test_a_run_that_goes_on_tells_what_has_changed_in_code_and_data(project, command):

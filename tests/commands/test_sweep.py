@@ -77,6 +77,13 @@ def swept(asked, trials=None, jobs=2):
     return sweep.sweep(asked, Fields, asked.trials(trials), jobs, Path("swept"), shown), shown.getvalue()
 
 
+def test_the_quotes_around_a_value_are_not_part_of_it():
+    asked = plan(["""kind="a,b",'c',d"e,"\\"f\\"",\"\""""])
+    values = ["a,b", "c", 'd"e', '"f"', ""]
+    assert [asked.combination(number)["kind"] for number in range(asked.trials(None))] == values
+    assert sweep.space(Fields, asked) == {"kind": values}
+
+
 def test_a_grid_is_tried_whole_and_failures_are_told(trial):
     asked = plan(["x=0.1,0.3,0.9", "kind=plain,fails"])
     found, shown = swept(asked)

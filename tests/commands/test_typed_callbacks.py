@@ -1,13 +1,14 @@
 """Callbacks that are typed: `--callback`."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import callbacks
-from loop.commands import typed_callbacks
+from loop.commands import command_line, tracking, typed_callbacks
 from loop.errors import UsageError
 
 
@@ -76,3 +77,53 @@ def test_a_typed_callback_works_in_a_run_alone_and_from_a_file(command, tmp_path
 
     code, _, said = command(*arguments, "--callback", "Tensorbord")
     assert (code, "did you mean 'TensorBoard'?" in said) == (2, True)
+
+
+def typed_set(*texts, **typed):
+    """The callbacks of `tfloop train` with these options."""
+    options = {"checkpoint_every": None, "track": None, "track_wait": None, "eval_beside": None, **typed}
+    checkpoint = callbacks.Checkpoint(options["checkpoint_every"] or "auto")
+    tracker = tracking.tracker(options["track"], options["track_wait"], options.pop("tag", []))
+    beside = command_line.evaluates_beside(options["eval_beside"], None)
+    chosen = callbacks.standard(checkpoint=checkpoint, mlflow=tracker) + beside
+    return typed_callbacks.TypedSet(chosen, texts, SimpleNamespace(**options))
+
+
+def of_task():
+    """The callbacks of a task, whose settings differ from the standard ones."""
+    tracker = callbacks.MLflowTracker("http://127.0.0.1:9", experiment="mine", wait=3, tags={"team": "a"})
+    return [callbacks.Checkpoint("epoch", keep_last=9), tracker, callbacks.EvaluateBeside("cpu")]
+
+
+def only(kind, among):
+    [found] = [callback for callback in among if isinstance(callback, kind)]
+    return found
+
+
+def test_what_is_typed_changes_that_alone_of_the_callbacks_of_the_task():
+    own = of_task()
+    made = callbacks.complete(typed_set(), own)
+    checkpoint, tracker = only(callbacks.Checkpoint, made), only(callbacks.MLflowTracker, made)
+    assert (checkpoint, tracker) == tuple(own[:2])
+    assert (checkpoint.every, checkpoint.pause, tracker.uri, tracker.wait) == ("epoch", 0.0, "http://127.0.0.1:9", 3)
+
+    typed = {"checkpoint_every": 5, "track": "http://127.0.0.1:8", "tag": ["size=1"], "track_wait": 60.0}
+    made = callbacks.complete(typed_set(**typed), of_task())
+    checkpoint, tracker = only(callbacks.Checkpoint, made), only(callbacks.MLflowTracker, made)
+    assert (checkpoint.every, checkpoint.pause, checkpoint.policy.last) == (5, callbacks.checkpoint.PAUSE, 9)
+    assert (tracker.uri, tracker.experiment, tracker.wait) == ("http://127.0.0.1:8", "mine", 60.0)
+    assert tracker.tags == {"team": "a", "size": "1"}
+
+
+def test_what_is_typed_replaces_the_callback_of_the_task():
+    made = callbacks.complete(typed_set("Checkpoint(every=7)", track="off", eval_beside="gpu:0"), of_task())
+    assert only(callbacks.Checkpoint, made).every == 7
+    assert only(callbacks.EvaluateBeside, made)._device == "gpu:0"
+    assert not any(isinstance(callback, callbacks.MLflowTracker) for callback in made)
+
+
+def test_what_standard_is_given_wins_over_the_callback_of_the_task():
+    chosen = callbacks.standard(checkpoint=callbacks.Checkpoint(every=5), mlflow=None) + [callbacks.CSVLogger()]
+    made = callbacks.complete(chosen, of_task())
+    assert only(callbacks.Checkpoint, made).every == 5
+    assert not any(isinstance(callback, callbacks.MLflowTracker) for callback in made)

@@ -109,8 +109,8 @@ def test_discovery(tmp_path):
     script.write_text(f"#!{sys.executable}\nprint('elsewhere:2')\n")
     with pytest.raises(UsageError, match=r"printed 'elsewhere:2': give localhost:SLOTS"):
         discovered_slots(script)
-    script.write_text("#!/bin/false\n")
-    with pytest.raises(UsageError, match=r"--discovery .*discover.sh: .*exit status 1"):
+    script.write_text("#!/bin/sh\necho no room >&2\nexit 3\n")
+    with pytest.raises(UsageError, match=r"discover.sh: exit code 3 \(no room\): have it print localhost:SLOTS"):
         discovered_slots(script)
     with pytest.raises(UsageError, match=r"--discovery .* without --elastic"):
         read_limits(None, script, "auto", None)

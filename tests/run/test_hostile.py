@@ -707,3 +707,10 @@ def test_a_part_of_the_campaign(run, command, tmp_path):
                 prepare(copy)
             hostile.clear(copy)
         assert hostile.seen(tmp_path / "elsewhere", good) == before, what
+
+
+@pytest.mark.parametrize("below", ["", "run"])
+def test_a_file_in_place_of_the_run_directory_is_named_as_such(tmp_path, below):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"the run directory .*file.*: it, or what stands above it, is a file: give"):
+        fit(tiny(), run_dir=tmp_path / "file" / below, callbacks=standard(mlflow=None, progress=None))

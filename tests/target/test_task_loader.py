@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from loop.target import task_loader
+from loop.target import task_file, task_loader
 
 TASK = """
 from loop import TrainTask
@@ -55,3 +55,15 @@ def test_a_package_that_is_missing_is_not_taken_from_a_folder_of_its_name(tmp_pa
     path.write_text(f"import no_such_package\n{TASK}")
     with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_package'"):
         task_loader.find(f"{path}:Short")
+
+
+def test_only_classes_that_may_be_tasks_are_offered(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "class Kind(enum.Enum):\n    pass\n\nclass Model(keras.Model):\n    pass\n\nclass Wider(Model):\n    pass\n\n"
+        "class Bad(Exception):\n    pass\n\nclass Watch(callbacks.Callback, metaclass=M):\n    pass\n\n"
+        "class _Base(TrainTask):\n    pass\n\nclass Net(_Base):\n    pass\n\n"
+        "class Mixed(ABC, loop.TrainTask):\n    pass\n\n"
+        "class Other(\n    somewhere.Net,\n):\n    pass\n"
+    )
+    assert task_file.classes(path) == ["Net", "Mixed", "Other"]

@@ -34,6 +34,28 @@ def is_url(text: str | os.PathLike[str]) -> bool:
     return str(text).partition("://")[0] in SCHEMES and "://" in str(text)
 
 
+def check_run_dir(run_dir: object) -> None:
+    """Refuses what can't be a run directory.
+
+    Raises:
+        UsageError: it is no text and no path.
+    """
+    if run_dir is not None and (not isinstance(run_dir, str | Path) or "\0" in str(run_dir)):
+        raise UsageError(f"run_dir={run_dir!r:.200}: give a path, a URL, or None for a new directory below runs/")
+
+
+def url_named(run_dir: str | Path | None) -> str | None:
+    """The URL of a run that is kept in a store; also where a later attempt is given its directory on this machine.
+
+    Raises:
+        UsageError: see `check_run_dir` and `read_url`.
+    """
+    check_run_dir(run_dir)
+    if run_dir is None:
+        return None
+    return read_url(str(run_dir)) if is_url(run_dir) else url_of(launch_path(run_dir))
+
+
 def read_url(text: str) -> str:
     """A URL without slashes at its end, checked; always in the same spelling.
 

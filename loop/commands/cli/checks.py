@@ -116,7 +116,7 @@ def rerun(
     as_json: typed.AsJson = False,
 ) -> None:
     """Train a run again, and compare the bits of the weights."""
-    from loop.run.trust import known_target
+    from loop.run.trust import known_target, target_of
 
     path = runs.locate(root or runs.ROOT, run)
     runs.refuse_sweep(path)
@@ -126,6 +126,7 @@ def rerun(
     # A target runs code: one that only the directory names is taken if this user trained there, or trusts it.
     target = known_target(path, about.get("target"), task_target, trust)
     task_loader.check(target)
+    options += rerun_.callback_arguments(about, trust or target_of(path) is not None)
     for change in rerun_.changes(record):
         tell(f"note: {change}")
     second = rerun_.train(target, options, run_dir)

@@ -291,14 +291,14 @@ Threads = Annotated[
 
 # Of train: saving, tracking and trouble.
 CheckpointEvery = Annotated[
-    str,
+    str | None,
     Option(
         help="epoch, a number of steps, or a time such as 10m; auto: epochs, at most one in 10 s.",
         rich_help_panel=help_.SAVING,
     ),
 ]
 TrackWait = Annotated[
-    float, Option(help="How long the end may wait for MLflow, in seconds.", rich_help_panel=help_.TRACKING)
+    float | None, Option(help="How long the end may wait for MLflow, in seconds: 60.", rich_help_panel=help_.TRACKING)
 ]
 Tag = Annotated[
     list[str] | None,

@@ -107,9 +107,9 @@ class TrainArguments(types.SimpleNamespace):
     threads: typed.Threads = None
     eval_every: typed.EvalEvery = None
     eval_beside: typed.EvalBeside = None
-    checkpoint_every: typed.CheckpointEvery = "auto"
+    checkpoint_every: typed.CheckpointEvery = None
     track: typed.Track = None
-    track_wait: typed.TrackWait = 60.0
+    track_wait: typed.TrackWait = None
     tag: typed.Tag = None
     log_model: typed.LogModel = False
     register: typed.Register = None
@@ -248,6 +248,15 @@ def _metric_lines(metrics: Mapping[str, float]) -> list[str]:
     return [f"{name} {value:.6g}" for name, value in metrics.items()]
 
 
+def _check_parent(out: Path, is_file: bool) -> None:
+    """Refuses a name below a file; and that of a file in a directory that isn't there."""
+    parent = next(parent for parent in out.parents if parent.exists())
+    if not parent.is_dir():
+        raise UsageError(f"{out}: {parent} is no directory: give another name")
+    if is_file and parent != out.parent:  # a directory is made with those above it
+        raise UsageError(f"{out}: there is no directory {out.parent}: make it first")
+
+
 def export(
     run: typed.RunDir,
     out_: typed.Out,
@@ -272,6 +281,7 @@ def export(
         raise UsageError(f"{out_}: {out.suffix} is the ending of a file: leave out the slash")
     if serving and is_file:
         raise UsageError(f"--serving: {out} is a file: give a directory, for a SavedModel")
+    _check_parent(out, is_file)
     conversion.check_installed(out)
     with shown_stages(3) as progress, stderr.quiet_start():
         from loop.backends import devices

@@ -20,7 +20,7 @@ from callbacks.types import JsonObject
 from loop.commands import command_line, config
 from loop.errors import UsageError
 from loop.run import trust
-from loop.target.fields import Value, set_fields, split
+from loop.target.fields import Value, set_fields, split, unquoted
 from loop.target.task_loader import SHIPPED
 
 SAMPLERS = ("tpe", "random")
@@ -81,7 +81,7 @@ class Plan:
         self._check_given_once("--set", "--grid or --random", fixed & {*self.grid, *self.random})
         for name, values in (self.grid | self.random).items():
             # Before any value can appear in a message: those of a secret field are masked from now on.
-            remember(split(values), name)
+            remember(choices_of(values), name)
             if is_secret(name) and ".." in self.random.get(name, ""):
                 raise UsageError(f"--random {name}: a secret is not drawn from a range: give its values, {name}=A,B")
 
@@ -109,7 +109,7 @@ class Plan:
         params = {}
         # The last field varies fastest. Trials that were made are known by their numbers: this order must not change.
         for name, values in reversed(self.grid.items()):
-            choices = split(values)
+            choices = choices_of(values)
             number, index = divmod(number, len(choices))
             params[name] = stand_ins(name, choices)[index]
         return params
@@ -119,14 +119,14 @@ class Plan:
         typed = dict(params)
         for name, values in (self.grid | self.random).items():
             if name in params and is_secret(name):
-                choices = split(values)
+                choices = choices_of(values)
                 index = stand_ins(name, choices).index(params[name])
                 typed[name] = choices[index]
         return typed
 
     def trials(self, asked: int | None) -> int:
         """How many trials there are to be: `asked`, or one for each combination of the grid."""
-        combinations = math.prod(len(split(values)) for values in self.grid.values())
+        combinations = math.prod(len(choices_of(values)) for values in self.grid.values())
         if asked is None and self.random:
             raise UsageError("--random draws for ever: give --trials N")
         trials = combinations if asked is None else asked
@@ -155,10 +155,22 @@ class Plan:
         return Path("runs") / f"sweep-{name}-{digest}"
 
 
+def choices_of(text: str) -> list[str]:
+    """The values that a text lists, as each is typed behind `--set FIELD=`. Quotes around one are not part of it."""
+    choices = []
+    for part in split(text):
+        content = part.strip()
+        with contextlib.suppress(ValueError):  # a backslash that JSON doesn't know
+            content = unquoted(content)
+        choices.append(part if content == part.strip() else content)
+    return choices
+
+
 def _without_secrets(fields: Mapping[str, str]) -> dict[str, str]:
-    texts = {}
+    texts = dict(fields)
     for name, values in fields.items():
-        texts[name] = ",".join(stand_ins(name, split(values)))
+        if is_secret(name):
+            texts[name] = ",".join(stand_ins(name, choices_of(values)))
     return texts
 
 
@@ -280,7 +292,7 @@ def space(kind: type, plan: Plan) -> dict[str, list[str] | Range]:
 
 def _choices(kind: type, option: str, name: str, text: str) -> list[str]:
     """The listed values of a field; see `stand_ins`."""
-    texts = split(text)
+    texts = choices_of(text)
     values = [_field_value(kind, option, name, choice) for choice in texts]
     for index, value in enumerate(values):
         # Compared as values: 1e-3 and 0.001 would be the same trial.
