@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.data.batch import BatchOptions, Feed, RowCounts, Rows, count, row_counts, rows
+from loop.data.generators import check_made_anew, open_generators
 from loop.data.host_random import RandomState, set_random_state
 from loop.data.padded_streams import PaddedBatches
 from loop.data.padding import Padding, as_padding, lengthened
@@ -103,10 +104,15 @@ class StreamSource:
             # of random numbers from a generator in a map.
             options.experimental_optimization.apply_default_optimizations = False
             few = batches(self.dataset, self._padded, 3, bucketed=False).with_options(options)
+            iterator = iter(few)
             try:
-                return next(iter(few), no_rows(few.element_spec))
+                example = next(iterator, no_rows(few.element_spec))
             except tf.errors.InvalidArgumentError as error:
                 raise stacking_problem(error) or error from None
+            generators = open_generators(self.dataset)
+            del iterator  # else it holds the generators
+            check_made_anew(generators)
+            return example
 
     def head(self, count: int) -> Batch:
         """The first examples, as a batch; at most those of `example`."""
