@@ -23,8 +23,8 @@ _KEPT = 3
 _MOST_STEPS = 1 << 62
 """More than any run makes."""
 
-_NOWHERE = Position(-1, 0)
-"""No batch is there."""
+_NOWHERE = Position(-_MOST_STEPS, 0)
+"""No batch is there, and none is as few steps behind it as are read ahead."""
 
 
 class GraphReadAhead:

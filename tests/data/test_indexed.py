@@ -1088,6 +1088,16 @@ def test_a_worker_without_rows_of_the_last_batch_maps_in_its_graph_all_the_same(
     assert isinstance(ahead, GraphReadAhead)
 
 
+def test_a_short_epoch_is_mapped_in_a_graph():
+    """Also one of fewer batches than are read ahead."""
+    data = loop.IndexedData(INPUTS[:8], map=tf.function(lambda inputs: 2 * inputs))
+    made, [(_, read)] = _batches_at(data, [(0, 0)])
+    [(ahead, _)] = made._reader._ahead.values()
+    assert isinstance(ahead, GraphReadAhead)
+    assert len(read) == 4
+    made.close()
+
+
 @pytest.mark.parametrize(
     ("map", "is_drawn"),
     [
