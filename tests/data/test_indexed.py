@@ -1179,9 +1179,22 @@ def test_an_example_that_fails_in_a_graph_is_named(map, error, said):
     with pytest.raises(error, match=said):
         raise made.take_failure()
     made = source(loop.IndexedData(np.arange(48), map=map, on_bad_example="skip"), BatchOptions(8), "train_data()")
-    with pytest.warns(UserWarning, match="example 17.*left out"):
+    with (
+        pytest.warns(UserWarning, match="example 17.*left out"),
+        pytest.warns(UserWarning, match=r"an example can't be read in a graph, .* takes longer"),
+    ):
         index, _ = made.read_batch((), *third)
     assert index.numpy().tolist() == [16, -1, 18, 19, 20, 21, 22, 23]
+
+
+def test_examples_that_a_graph_cannot_read_are_said():
+    """They are mapped one by one, which takes longer."""
+    rows = [np.arange(number % 5 + 1) for number in range(16)]
+    made = source(loop.IndexedData(rows, map=tf.function(tf.reduce_sum)), BatchOptions(8), "train_data()")
+    with pytest.warns(UserWarning, match=r"examples differ in shape or dtype.*tf.function is called for one example"):
+        _, sums = made.read_batch((), *(tf.constant(0, tf.int64),) * 2)
+    assert sums.numpy().tolist() == [0, 1, 3, 6, 10, 0, 1, 3]
+    made.close()
 
 
 @pytest.mark.parametrize("map", [None, tf.function(lambda example: example)])
