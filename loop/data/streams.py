@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -166,7 +167,12 @@ class StreamSource:
         return workers * -(-self.options.batch_size // parts)
 
     def start(
-        self, epoch: int, step_in_epoch: int, state: np.ndarray | None = None, draws: RandomState | None = None
+        self,
+        epoch: int,
+        step_in_epoch: int,
+        state: np.ndarray | None = None,
+        draws: RandomState | None = None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> tf.data.Iterator:
         """Opens the stream at a position: by the state of the iterator there, or by reading up to it.
 
@@ -175,29 +181,41 @@ class StreamSource:
             step_in_epoch: the step within the epoch.
             state: what `state` returned there; None: unknown.
             draws: the `random_state` at the beginning of the epoch, if the stream is read up to a step within it.
+            stopped: whether the run is to end, so that nothing will be read at the position.
 
         Raises:
             tf.errors.OpError: the state belongs to an iterator of another pipeline.
         """
         again = self._again() if self._again is not None and state is not None else None
         if again is not None:
-            return self._restored(again, epoch, step_in_epoch, state)
+            return self._restored(again, epoch, step_in_epoch, state, stopped)
 
         # Whole epochs are read to their end: what draws random numbers or keeps a state on the way must come to where
         # it was.
         for _ in range(epoch):
-            for _ in iter(self._batches):
-                pass
+            self._skip(iter(self._batches), stopped)
         if draws is not None:
             set_random_state(draws)
         iterator = iter(self._batches)
         self.state(iterator)  # asked for before anything is read: see there
-        for _ in range(step_in_epoch):
-            next(iterator, None)
+        self._skip(itertools.islice(iterator, step_in_epoch), stopped)
         return iterator
 
+    def _skip(self, batches: Iterator[Batch], stopped: Callable[[], bool]) -> None:
+        """Reads batches up to their end, or until the run is to end."""
+        while not stopped():
+            if next(batches, None) is None:
+                return
+        # A checkpoint must not have the state of an iterator that isn't where the run is.
+        self._unsaved = "the run was stopped before it was reached"
+
     def _restored(
-        self, again: StreamSource, epoch: int, step_in_epoch: int, state: np.ndarray | None
+        self,
+        again: StreamSource,
+        epoch: int,
+        step_in_epoch: int,
+        state: np.ndarray | None,
+        stopped: Callable[[], bool],
     ) -> tf.data.Iterator:
         """The iterator at a position, restored from its state.
 
@@ -206,6 +224,7 @@ class StreamSource:
             epoch: the epoch.
             step_in_epoch: the step within the epoch.
             state: what `state` returned there.
+            stopped: whether the run is to end.
         """
         assert state is not None
         # The state holds the rest of the iterator's epoch, but not always the seeds from which the next epoch's order
@@ -213,7 +232,8 @@ class StreamSource:
         # one had, once as many iterators have begun.
         self._following = again._batches
         for _ in range(epoch + (step_in_epoch > 0)):
-            next(iter(self._following), None)
+            if not stopped():
+                next(iter(self._following), None)
         if not step_in_epoch:
             return iter(self._following)  # between two epochs, there is no rest of an epoch to restore
         iterator = iter(self._batches)
