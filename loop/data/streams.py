@@ -192,22 +192,17 @@ class StreamSource:
 
         # Whole epochs are read to their end: what draws random numbers or keeps a state on the way must come to where
         # it was.
+        reached = True
         for _ in range(epoch):
-            self._skip(iter(self._batches), stopped)
+            reached = reached and _read_to_end(iter(self._batches), stopped)
         if draws is not None:
             set_random_state(draws)
         iterator = iter(self._batches)
         self.state(iterator)  # asked for before anything is read: see there
-        self._skip(itertools.islice(iterator, step_in_epoch), stopped)
+        if not (reached and _read_to_end(itertools.islice(iterator, step_in_epoch), stopped)):
+            # A checkpoint must not have the state of an iterator that isn't where the run is.
+            self._unsaved = "the run was stopped before it was reached"
         return iterator
-
-    def _skip(self, batches: Iterator[Batch], stopped: Callable[[], bool]) -> None:
-        """Reads batches up to their end, or until the run is to end."""
-        while not stopped():
-            if next(batches, None) is None:
-                return
-        # A checkpoint must not have the state of an iterator that isn't where the run is.
-        self._unsaved = "the run was stopped before it was reached"
 
     def _restored(
         self,
@@ -334,6 +329,14 @@ class StreamSource:
     def batch_spec(self) -> Any:
         """The `tf.TensorSpec`s of a batch, in its structure."""
         return self._batches.element_spec
+
+
+def _read_to_end(batches: Iterator[Batch], stopped: Callable[[], bool]) -> bool:
+    """Reads batches up to their end; False: up to where the run is to end."""
+    while not stopped():
+        if next(batches, None) is None:
+            return True
+    return False
 
 
 def batches(

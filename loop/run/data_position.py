@@ -83,12 +83,6 @@ class DataPosition:
                 f"{source.steps_per_epoch:,} in one: give the data that the run had, or start a new run"
             )
         has_drawn = self._start(run, position)
-        if run.stops.signalled:
-            # The run ends at the next boundary. What it saves there has the generators as the checkpoint found them.
-            if self.random_state is not None:
-                set_random_state(self.random_state)
-            return
-
         # Only at the start of a run: later, the data can't be replaced.
         if source.steps_per_epoch is None and not any(position):
             _note(
@@ -101,20 +95,16 @@ class DataPosition:
         # others the generators are where the checkpoint found them, since callbacks may draw, too.
         if self.random_state is not None and not has_drawn:
             set_random_state(self.random_state)
-        if reason := source.unsaved(self.iterator):
-            _note(
-                run,
-                f"the data pipeline's position can't be saved ({reason.rstrip('.')}): a resumed run will read up to "
-                "where it was",
-            )
+        if not run.stops.signalled:
+            _note_unsaved(run, source.unsaved(self.iterator))
 
     def _start(self, run: Run, position: tuple[int, int]) -> bool:
         """Makes the iterator of the data from a position on: by its state in the checkpoint, if there is one.
 
-        A signal ends it at once.
+        A signal ends it at once, and the run at the next boundary.
 
         Returns:
-            Whether reading up to the step within the epoch has drawn from the generators.
+            Whether the position was reached, and reading up to the step within the epoch has drawn from the generators.
         """
         source = run.step.data.train
 
@@ -134,12 +124,21 @@ class DataPosition:
         # Also of another pipeline, its examples up to the position are read and dropped.
         draws = self.epoch_random if position[1] else None
         self.iterator = source.start(*position, draws=draws, stopped=stopped)
-        return draws is not None and random_state() != draws
+        return draws is not None and random_state() != draws and not stopped()
 
     def next_epoch(self, run: Run) -> None:
         """Takes the iterator to the next epoch."""
         with run.stopwatch.at("data"):
             self.iterator = run.step.data.train.next_epoch(self.iterator)
+
+
+def _note_unsaved(run: Run, reason: str) -> None:
+    if reason:
+        _note(
+            run,
+            f"the data pipeline's position can't be saved ({reason.rstrip('.')}): a resumed run will read up to where "
+            "it was",
+        )
 
 
 def _note(run: Run, text: str) -> None:
