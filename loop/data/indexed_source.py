@@ -27,7 +27,7 @@ Fetch = Callable[..., list[Any]]
 """A function of the host that returns arrays from epoch and step."""
 
 _TRIED = 64
-"""The number of examples, from the first one on, of which one must be readable where bad ones are left out."""
+"""The number of examples, from the first one on, among which one is looked for that says what all are like."""
 
 
 class IndexedSource(ArraySource):
@@ -186,24 +186,40 @@ class IndexedSource(ArraySource):
 def _first_example(data: IndexedData, seed: int) -> tuple[int, Example, np.ndarray]:
     """The number in the source of the first example of epoch 0, the example, and its seeds: int64 [1, 2].
 
-    Where bad examples are left out, it is the first of a few that can be read.
+    Where bad examples are left out, it is the first of a few that can be read; where arrays are padded, the first of a
+    few that says what all are like.
 
     Raises:
         TrainingError: it can't be read; of several, why the first one can't.
     """
-    indices = np.arange(min(_TRIED if data.skips else 1, data.size), dtype=np.int64)
+    several = data.skips or data.padding is not None
+    indices = np.arange(min(_TRIED if several else 1, data.size), dtype=np.int64)
     seeds = example_seeds(indices, 0, seed)
     failures = []
+    vague = []
     for row, index in enumerate(data.resolve(indices, 0, seed).tolist()):
+        own_seeds = seeds[row : row + 1]
         try:
-            [first] = data.reader.read(np.array([index]), seeds[row : row + 1])
+            [first] = data.reader.read(np.array([index]), own_seeds)
             if not isinstance(first, Exception):
                 specs_of(first, index)  # which refuses what is no array, such as a null of a table
-                return index, first, seeds[row : row + 1]
+                if data.padding is None or not _has_empty_list(first):
+                    return index, first, own_seeds
+                vague.append((index, first, own_seeds))
+                continue
         except Exception as error:
             first = error
         failures.append(unusable(index, first))
+        if not data.skips:
+            break
+    if vague:
+        return vague[0]
     raise failures[0]
+
+
+def _has_empty_list(example: Example) -> bool:
+    """Whether a part of an example is a list without elements, whose dtype and shape NumPy makes up."""
+    return any(isinstance(part, list) and not part for _, part in flatten(example))
 
 
 def _warn_of_draws(data: IndexedData, index: int, example: Example, seeds: np.ndarray) -> None:

@@ -1654,3 +1654,23 @@ def test_an_unshuffled_mixture_alternates():
 def test_bad_mixtures_are_refused(shares, said):
     with pytest.raises(UsageError, match=said):
         loop.mix(shares(loop.IndexedData(INPUTS)))
+
+
+@pytest.mark.parametrize(
+    ("examples", "filled"),
+    [
+        ([[], [1, 2], [3]], [[0, 0], [1, 2], [3, 0]]),
+        ([[], [], ["a", "b"]], [[b"", b""], [b"", b""], [b"a", b"b"]]),
+        ([[], [[1.5, 2]], []], [[[0, 0]], [[1.5, 2]], [[0, 0]]]),
+        ([[], [], []], [[0], [0], [0]]),
+    ],
+)
+def test_the_first_example_may_be_an_empty_list(examples, filled):
+    """NumPy makes up its dtype and its shape: those of another example count."""
+    data = loop.IndexedData(examples, padding=loop.Padding(), lengths=list(map(len, examples)))
+    made = source(data, BatchOptions(3), "train_data()")
+    zero = tf.constant(0, tf.int64)
+    _, (values, mask) = made.read_batch((), zero, zero)
+    assert values.numpy().tolist() == filled
+    assert tf.reduce_sum(tf.cast(mask, tf.int32), 1).numpy().tolist() == list(map(len, examples))
+    made.close()
