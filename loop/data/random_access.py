@@ -78,12 +78,7 @@ def reader_of(source: Source) -> Reader:
             f"IndexedData({kind.__name__}): it has no {' and '.join(missing)}: give an array, a memory map, an .npy or "
             ".parquet file, or an object with a length whose examples can be read by index"
         )
-    # Of a pandas Series, [index] would be the example with this label, beside other examples' labels.
-    if hasattr(source, "iloc"):
-        raise UsageError(
-            f"IndexedData({type(source).__name__}): a {type(source).__name__} has [label], and no [index]: give its "
-            ".to_numpy(), or a dict of columns, or ArrayData(...)"
-        )
+    _refuse_other_items(source)
     try:
         len(source)
     except TypeError as error:
@@ -93,6 +88,23 @@ def reader_of(source: Source) -> Reader:
     if _is_keras_batches(source):
         return _Batches(source)
     return _Items(source)
+
+
+def _refuse_other_items(source: Source) -> None:
+    """Refuses objects of which `[index]` is something else than an example."""
+    kind = type(source).__name__
+    # Of a pandas Series, [index] would be the example with this label, beside other examples' labels.
+    if hasattr(source, "iloc"):
+        raise UsageError(
+            f"IndexedData({kind}): a {kind} has [label], and no [index]: give its .to_numpy(), or a dict of columns, "
+            "or ArrayData(...)"
+        )
+    # Of a data set of Hugging Face in this format, [index] would be a table.
+    how = getattr(source, "format", None)
+    if isinstance(how, Mapping) and how.get("type") == "arrow":
+        raise UsageError(
+            f'IndexedData({kind}): its format "arrow" gives tables, and no examples: give dataset.with_format("numpy")'
+        )
 
 
 class ArrayRows:
@@ -288,7 +300,7 @@ class _Batches:
         self._source = source
         self._last = len(source) - 1
         # The first batch tells the size of all but the last one, so that the number of examples takes two batches.
-        self._size = count_of(without_lists(source[0]))
+        self._size = count_of(without_lists(source[0])) if self._last >= 0 else 0
         last_size = count_of(without_lists(source[self._last])) if self._last > 0 else self._size
         self._length = self._last * self._size + last_size
         self._batches: dict[int, list[Example]] = {}

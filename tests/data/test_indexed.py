@@ -1674,3 +1674,35 @@ def test_the_first_example_may_be_an_empty_list(examples, filled):
     assert values.numpy().tolist() == filled
     assert tf.reduce_sum(tf.cast(mask, tf.int32), 1).numpy().tolist() == list(map(len, examples))
     made.close()
+
+
+def test_sequences_in_a_dict_within_another_one_tell_their_lengths():
+    tokens = loop.sequences(np.arange(6), [1, 2, 3])
+    data = loop.IndexedData(({"tokens": tokens, "label": np.arange(3)}, np.arange(3)), padding=0)
+    made = source(data, BatchOptions(3), "train_data()")
+    zero = tf.constant(0, tf.int64)
+    _, (inputs, _, mask) = made.read_batch((), zero, zero)
+    assert inputs["tokens"].numpy().tolist() == [[0, 0, 0], [1, 2, 0], [3, 4, 5]]
+    assert tf.reduce_sum(tf.cast(mask, tf.int32), 1).numpy().tolist() == [1, 2, 3]
+    made.close()
+
+
+class NoBatches(KerasBatches):
+    def __len__(self):
+        return 0
+
+    def __getitem__(self, index):
+        raise IndexError(index)
+
+
+class AsTables(Items):
+    """As a data set of Hugging Face with the format "arrow"."""
+
+    format = {"type": "arrow"}
+
+
+def test_sources_without_examples_and_of_tables_are_refused():
+    with pytest.raises(UsageError, match=r"train_data\(\) has no examples"):
+        source(loop.IndexedData(NoBatches()), BatchOptions(3), "train_data()")
+    with pytest.raises(UsageError, match=r"AsTables.* gives tables, and no examples: give dataset.with_format"):
+        loop.IndexedData(AsTables())
