@@ -309,7 +309,7 @@ def _plain_arrays(example: Example, specs: list[ArraySpec]) -> list[np.ndarray] 
     parts: list[Part] = []
     if type(example) is np.ndarray and specs[0].name == 0:
         parts = [example]
-    elif type(example) is tuple and specs[-1].name == len(example) - 1:
+    elif isinstance(example, tuple) and specs[-1].name == len(example) - 1:
         parts = list(example)
     elif type(example) is dict and len(example) == len(specs):
         parts = [example.get(spec.name) for spec in specs]

@@ -13,7 +13,16 @@ import numpy as np
 
 from loop.data.arrow_tables import ParquetRows, Table
 from loop.data.data_files import DataFile
-from loop.data.example_parts import Columns, Example, count_of, dicts_of, refuse_masked, rows_of, without_lists
+from loop.data.example_parts import (
+    Columns,
+    Example,
+    count_of,
+    dicts_of,
+    refuse_masked,
+    rows_of,
+    tuple_of,
+    without_lists,
+)
 from loop.data.mapped_memory import AT_ONCE, LARGE, MAPPED_MEMORY
 from loop.errors import UsageError
 
@@ -266,7 +275,8 @@ class Structure:
         if not named:
             raise UsageError("IndexedData: a dict or tuple without sources: give at least one source")
         self.readers: dict[str | int, Reader] = dict(zip(named, map(reader_of, named.values()), strict=True))
-        self._is_tuple = isinstance(sources, tuple)
+        # A named tuple keeps its type, in which `compute` gets it.
+        self._tuple = type(sources) if isinstance(sources, tuple) else None
         self.by_column = all(reader.by_column for reader in self.readers.values())
         if len(set(map(len, self.readers.values()))) != 1:
             listed = ", ".join(f"{name!r}: {len(reader)}" for name, reader in self.readers.items())
@@ -287,7 +297,7 @@ class Structure:
         return list(map(self._packed, dicts_of(read, len(indices))))
 
     def _packed(self, named: dict[str | int, Example]) -> Example:
-        return tuple(named.values()) if self._is_tuple else named
+        return named if self._tuple is None else tuple_of(self._tuple, named.values())
 
 
 class _Batches:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import typing
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -1707,3 +1708,19 @@ def test_sources_without_examples_and_of_tables_are_refused():
         source(loop.IndexedData(NoBatches()), BatchOptions(3), "train_data()")
     with pytest.raises(UsageError, match=r"AsTables.* gives tables, and no examples: give dataset.with_format"):
         loop.IndexedData(AsTables())
+
+
+class Pair(typing.NamedTuple):
+    inputs: object
+    labels: object
+
+
+@pytest.mark.parametrize("inputs", [INPUTS, {"x": INPUTS}, list(INPUTS)])
+def test_a_named_tuple_of_sources_stays_one(inputs):
+    made = source(loop.IndexedData(Pair(inputs, LABELS)), BatchOptions(3), "train_data()")
+    zero = tf.constant(0, tf.int64)
+    _, batch = made.read_batch((), zero, zero)
+    assert isinstance(batch, Pair)
+    assert isinstance(made.example, Pair)
+    assert batch.labels.numpy().tolist() == LABELS[:3].tolist()
+    made.close()
