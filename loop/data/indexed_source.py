@@ -15,8 +15,8 @@ from loop.data.array_source import ArraySource
 from loop.data.batch import BatchOptions, ReadBatch, Rows
 from loop.data.batch_filler import BatchFiller
 from loop.data.batch_layout import BatchLayout, HandedOver
-from loop.data.example_parts import Example, flatten
-from loop.data.examples import BadExampleError, example_seeds, leaves_of, specs_of, unusable
+from loop.data.example_parts import Example, Part, flatten
+from loop.data.examples import BadExampleError, as_array, example_seeds, leaves_of, specs_of, unusable
 from loop.data.host_reader import HostReader
 from loop.data.indexed import IndexedData
 from loop.data.padding import lengthened
@@ -40,6 +40,10 @@ class IndexedSource(ArraySource):
 
     def __init__(self, data: IndexedData, options: BatchOptions) -> None:
         super().__init__(data, options)  # calls `_open`, which makes the layout, and `head`, which reads more examples
+        if self.size > 1:  # by itself: what reads several at once may write another example in the place of the first
+            data.reader.read(
+                data.resolve(np.array([1]), 0, options.seed), example_seeds(np.array([1]), 0, options.seed)
+            )
         _check_unchanged(self._first)
         del self._first
         self.leaves_out = data.skips
@@ -52,7 +56,7 @@ class IndexedSource(ArraySource):
         index, first, seeds = _first_example(data, self.options.seed)
         if data.calls_user:
             _warn_of_draws(data, index, first, seeds)
-        self._first = _arrays_and_copies(first)
+        self._first = _parts_and_copies(first)
         self._layout = BatchLayout(data, first, index)
         self._reader = HostReader(data, self.options, self._layout, self.steps_per_epoch or 0)
         return self._layout.example_bytes * self.size
@@ -249,19 +253,21 @@ def _warn_of_draws(data: IndexedData, index: int, example: Example, seeds: np.nd
     )
 
 
-def _arrays_and_copies(example: Example) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The arrays of an example, each with a copy."""
+def _parts_and_copies(example: Example) -> list[tuple[Part, np.ndarray]]:
+    """The parts of an example that are numbers, each with a copy."""
     pairs = []
     for _, part in flatten(example):
-        if isinstance(part, np.ndarray):
-            pairs.append((part, part.copy()))
+        array = as_array(part)
+        if not array.dtype.hasobject:
+            pairs.append((part, array.copy()))
     return pairs
 
 
-def _check_unchanged(arrays: list[tuple[np.ndarray, np.ndarray]]) -> None:
+def _check_unchanged(parts: list[tuple[Part, np.ndarray]]) -> None:
     """Refuses examples that change when others are read: a batch would have the last one in place of each."""
-    for array, copied in arrays:
-        if array.tobytes() != copied.tobytes():  # unlike numbers, the bytes of a NaN are equal to themselves
+    for part, copied in parts:
+        # Unlike numbers, the bytes of a NaN are equal to themselves.
+        if as_array(part).tobytes() != copied.tobytes():
             raise UsageError(
                 "IndexedData: the arrays of example 0 have changed while others were read: return new arrays for each "
                 "example, as by array.copy(), and let map change none in place"

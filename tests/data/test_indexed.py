@@ -755,6 +755,38 @@ class OneBuffer(Items):
         return self.buffer, LABELS[index]
 
 
+class OneVariable(Items):
+    """Returns the same object of TensorFlow for each example."""
+
+    def __init__(self):
+        super().__init__()
+        self.variable = tf.Variable(tf.zeros([6]))
+
+    def __getitem__(self, index):
+        self.variable.assign(INPUTS[index])
+        return self.variable
+
+
+class OneMemory(Items):
+    """Returns the same bytes for each example."""
+
+    memory = bytearray(8)
+
+    def __getitem__(self, index):
+        self.memory[:] = index.to_bytes(8)
+        return memoryview(self.memory)
+
+
+class OneBlock(Items):
+    """Returns rows of the same array in each call."""
+
+    block = np.zeros(INPUTS.shape, "float32")
+
+    def __getitems__(self, indices):
+        self.block[: len(indices)] = INPUTS[indices]
+        return list(self.block[: len(indices)])
+
+
 def _doubled_in_place(pair):
     pair[0][:] *= 2
     return pair
@@ -764,6 +796,9 @@ def _doubled_in_place(pair):
     "make",
     [
         lambda: loop.IndexedData(OneBuffer()),
+        lambda: loop.IndexedData(OneVariable()),
+        lambda: loop.IndexedData(OneMemory()),
+        lambda: loop.IndexedData(OneBlock()),
         lambda: loop.IndexedData(OneBuffer(), map=lambda pair: {"inputs": pair[0]}, on_bad_example="skip"),
         lambda: loop.IndexedData(list(zip(INPUTS.copy(), LABELS, strict=True)), map=_doubled_in_place),
     ],
