@@ -93,15 +93,15 @@ class ExampleReader:
         """
         try:
             examples = self.unmapped(ids)
-        except Exception:
+        except (Exception, SystemExit):
             return self.attempts(ids, seeds)
         if self._map is None:
             return examples
         for row, example in enumerate(examples):
             try:
                 examples[row] = self.mapped(example, seeds[row])
-            except Exception as error:
-                examples[row] = error
+            except (Exception, SystemExit) as error:
+                examples[row] = _failure(error)
         return examples
 
     def attempts(self, ids: np.ndarray, seeds: np.ndarray) -> list[Read]:
@@ -113,8 +113,15 @@ class ExampleReader:
         try:
             [example] = self.unmapped(ids)
             return example if self._map is None else self.mapped(example, seed)
-        except Exception as error:
-            return error
+        except (Exception, SystemExit) as error:
+            return _failure(error)
+
+
+def _failure(error: Exception | SystemExit) -> Exception:
+    """The error of an example that can't be read; an exit, which would end a thread or a process, is one, too."""
+    if isinstance(error, Exception):
+        return error
+    return RuntimeError(f"sys.exit({error.code!r})").with_traceback(error.__traceback__)
 
 
 class MixedReader:

@@ -1759,3 +1759,20 @@ def test_a_named_tuple_of_sources_stays_one(inputs):
     assert isinstance(made.example, Pair)
     assert batch.labels.numpy().tolist() == LABELS[:3].tolist()
     made.close()
+
+
+def _exit_at_17(index):
+    return sys.exit(3) if index == 17 else index
+
+
+@pytest.mark.parametrize("in_source", [False, True])
+def test_an_exit_of_the_users_code_is_an_error_of_the_example(in_source):
+    class Exiting(Items):
+        def __getitem__(self, index):
+            return _exit_at_17(index)
+
+    data = loop.IndexedData(Exiting()) if in_source else loop.IndexedData(np.arange(48), map=_exit_at_17)
+    made = source(data, BatchOptions(8), "train_data()")
+    with pytest.raises(TrainingError, match=r"^example 17 can't be read: RuntimeError: sys.exit\(3\)$"):
+        made.read_batch((), tf.constant(0, tf.int64), tf.constant(2, tf.int64))
+    made.close()
