@@ -130,6 +130,38 @@ def test_stream_goes_on_from_its_iterators_state_or_counts_its_way_and_says_so(k
     assert (resumed.weights_sha256, resumed.history) == (whole.weights_sha256, whole.history)
 
 
+class Interrupted(Drawn):
+    """Counts the examples that are read, and gets a signal at one of them."""
+
+    read = 0
+    signal_at = 0
+
+    def train_data(self):
+        def note(label):
+            Interrupted.read += 1
+            if Interrupted.read == Interrupted.signal_at:
+                os.kill(os.getpid(), signal.SIGINT)
+            return label
+
+        def noted(inputs, label):
+            return inputs, tf.ensure_shape(tf.numpy_function(note, [label], tf.float32), [1])
+
+        return super().train_data().map(noted)
+
+
+def test_a_signal_ends_a_run_that_reads_a_stream_up_to_its_place(quiet, monkeypatch):
+    whole = stream(Interrupted, "whole", quiet)
+    with dies():
+        stream(Interrupted, "killed", quiet, At(9, kill))
+    for at in (30, 130):  # the place is in the second epoch: 101 examples, and 40 more
+        monkeypatch.setattr(Interrupted, "signal_at", Interrupted.read + at)
+        cut = stream(Interrupted, "killed", quiet)
+        assert (cut.status, cut.steps) == ("preempted", 8)
+        assert Interrupted.read < Interrupted.signal_at + 101
+    resumed = stream(Interrupted, "killed", quiet)
+    assert (resumed.weights_sha256, resumed.history) == (whole.weights_sha256, whole.history)
+
+
 def test_stream_goes_on_with_another_number_of_replicas(quiet):
     whole = stream(Reshuffled, "whole", quiet)
     with dies():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
@@ -31,7 +32,12 @@ class PositionSource:
     layout: list[str | int] | None = None
 
     def start(
-        self, epoch: int, step_in_epoch: int, state: np.ndarray | None = None, draws: RandomState | None = None
+        self,
+        epoch: int,
+        step_in_epoch: int,
+        state: np.ndarray | None = None,
+        draws: RandomState | None = None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> tuple[()]:
         """Nothing to do: every position can be read at once."""
         return ()

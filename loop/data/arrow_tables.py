@@ -91,17 +91,28 @@ def _column(column: pyarrow.ChunkedArray) -> Sequence[Part]:
         return _column(column.cast(arrow_type.value_type))
     if any(is_of_lists(arrow_type) for is_of_lists in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
         # `to_pylist` would make Python's numbers, which have lost their dtype.
-        return [value.values.to_numpy(zero_copy_only=False) if value.is_valid else None for value in column]
+        return list(map(_list_of, column))
     if types.is_string(arrow_type) or types.is_large_string(arrow_type) or types.is_binary(arrow_type):
         return column.to_pylist()
     if types.is_integer(arrow_type) and column.null_count:
         # NumPy makes floats of all, but an example must not depend on which others are read together with it.
-        values: list[Part] = list(column.to_numpy(zero_copy_only=False))
+        values: list[Part] = [None] * len(column)
         rows = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
         for row, number in zip(rows, column.drop_null().to_numpy(zero_copy_only=False), strict=True):
             values[row] = number
         return values
-    return column.to_numpy(zero_copy_only=False)  # bits and nulls are copied
+    # Bits and nulls are copied. A null of floats is NaN, as which pandas wrote it.
+    return column.to_numpy(zero_copy_only=False)
+
+
+def _list_of(value: pyarrow.Scalar) -> Part:
+    """A list as an array; None: there is no list. With a null among integers, of which NumPy makes floats, a list."""
+    import pyarrow  # late, as below
+
+    if not value.is_valid:
+        return None
+    has_gap = pyarrow.types.is_integer(value.values.type) and value.values.null_count
+    return value.values.to_pylist() if has_gap else value.values.to_numpy(zero_copy_only=False)
 
 
 def _arrow_file_of(path: Path) -> Path:

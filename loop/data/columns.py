@@ -23,13 +23,14 @@ def columns_of(examples: Sequence[Any], specs: Sequence[ArraySpec]) -> list[Sequ
     """
     # Sets of maps throughout: one pass in C over all examples takes less than a look at each in Python.
     names = [spec.name for spec in specs]
-    kinds = set(map(type, examples))
-    if kinds not in ({tuple}, {dict}):
+    kinds = list(set(map(type, examples)))
+    is_tuple = len(kinds) == 1 and issubclass(kinds[0], tuple)  # also a named one
+    if not is_tuple and kinds != [dict]:
         # A bare array or number; what is anything else is no value of an array, which filling finds.
         return [examples] if names == [0] else None
     if set(map(len, examples)) != {len(specs)}:  # together with the names below: no part is left over
         return None
-    if kinds == {tuple}:
+    if is_tuple:
         return list(zip(*examples, strict=True)) if names == list(range(len(specs))) else None
     try:
         return [list(map(operator.itemgetter(name), examples)) for name in names]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -67,10 +67,14 @@ def structure_of(example: Example) -> Example:
     if isinstance(example, Mapping):
         return {name: structure_of(part) for name, part in example.items()}
     if isinstance(example, tuple):
-        parts = map(structure_of, example)
-        # A named tuple takes its fields as separate arguments, a plain tuple takes them as one iterable.
-        return type(example)(*parts) if hasattr(example, "_fields") else tuple(parts)
+        return tuple_of(type(example), map(structure_of, example))
     return 0
+
+
+def tuple_of(kind: type[tuple[Part, ...]], parts: Iterable[Part]) -> tuple[Part, ...]:
+    """A tuple of the same type as another one, if that is a named tuple; else a plain one."""
+    # A named tuple takes its fields as separate arguments, a plain tuple takes them as one iterable.
+    return kind(*parts) if hasattr(kind, "_fields") else tuple(parts)
 
 
 def row_of(columns: Columns, row: int) -> Example:
@@ -78,7 +82,7 @@ def row_of(columns: Columns, row: int) -> Example:
     if isinstance(columns, Mapping):
         return {name: row_of(column, row) for name, column in columns.items()}
     if isinstance(columns, tuple):
-        return tuple(row_of(column, row) for column in columns)
+        return tuple_of(type(columns), [row_of(column, row) for column in columns])
     return columns[row]
 
 

@@ -93,15 +93,15 @@ class ExampleReader:
         """
         try:
             examples = self.unmapped(ids)
-        except Exception:
+        except (Exception, SystemExit):
             return self.attempts(ids, seeds)
         if self._map is None:
             return examples
         for row, example in enumerate(examples):
             try:
                 examples[row] = self.mapped(example, seeds[row])
-            except Exception as error:
-                examples[row] = error
+            except (Exception, SystemExit) as error:
+                examples[row] = _failure(error)
         return examples
 
     def attempts(self, ids: np.ndarray, seeds: np.ndarray) -> list[Read]:
@@ -113,8 +113,15 @@ class ExampleReader:
         try:
             [example] = self.unmapped(ids)
             return example if self._map is None else self.mapped(example, seed)
-        except Exception as error:
-            return error
+        except (Exception, SystemExit) as error:
+            return _failure(error)
+
+
+def _failure(error: Exception | SystemExit) -> Exception:
+    """The error of an example that can't be read; an exit, which would end a thread or a process, is one, too."""
+    if isinstance(error, Exception):
+        return error
+    return RuntimeError(f"sys.exit({error.code!r})").with_traceback(error.__traceback__)
 
 
 class MixedReader:
@@ -309,7 +316,7 @@ def _plain_arrays(example: Example, specs: list[ArraySpec]) -> list[np.ndarray] 
     parts: list[Part] = []
     if type(example) is np.ndarray and specs[0].name == 0:
         parts = [example]
-    elif type(example) is tuple and specs[-1].name == len(example) - 1:
+    elif isinstance(example, tuple) and specs[-1].name == len(example) - 1:
         parts = list(example)
     elif type(example) is dict and len(example) == len(specs):
         parts = [example.get(spec.name) for spec in specs]

@@ -12,7 +12,15 @@ import tensorflow as tf
 from loop.data.batch import EVALUATION_EPOCH
 from loop.data.batch_layout import BatchLayout, tensor_dtype
 from loop.data.example_parts import structure_of
-from loop.data.examples import ExampleReader, example_seeds, named_parts, names_of, specs_of, stacked
+from loop.data.examples import (
+    BadExampleError,
+    ExampleReader,
+    example_seeds,
+    named_parts,
+    names_of,
+    specs_of,
+    stacked,
+)
 from loop.data.indexed import IndexedData
 from loop.data.pending_batches import PendingBatches, Position
 from loop.launch.machine import usable_cpus
@@ -23,8 +31,8 @@ _KEPT = 3
 _MOST_STEPS = 1 << 62
 """More than any run makes."""
 
-_NOWHERE = Position(-1, 0)
-"""No batch is there."""
+_NOWHERE = Position(-_MOST_STEPS, 0)
+"""No batch is there, and none is as few steps behind it as are read ahead."""
 
 
 class GraphReadAhead:
@@ -39,6 +47,9 @@ class GraphReadAhead:
         rows: the indices of a worker's rows of the global batch at a position: int64 [n].
         steps_per_epoch: how many batches an epoch has.
         depth: how many batches are read before they are asked for.
+
+    Attributes:
+        unlike: whether the source has given an example of another shape or dtype, which can't be stacked.
     """
 
     def __init__(
@@ -56,6 +67,7 @@ class GraphReadAhead:
         self._rows = rows
         self._steps_per_epoch = steps_per_epoch
         self._depth = depth
+        self.unlike = False
         self._lock = threading.Lock()
         self._begun = _NOWHERE
         self._taken = 0
@@ -145,7 +157,12 @@ class GraphReadAhead:
 
         def read(number: np.ndarray) -> list[np.ndarray]:
             ids, seeds = self._examples(begin.after(int(number), self._steps_per_epoch))
-            return [seeds, *stacked(reader.unmapped(ids), specs)]
+            examples = reader.unmapped(ids)
+            try:
+                return [seeds, *stacked(examples, specs)]
+            except BadExampleError:
+                self.unlike = True
+                raise
 
         def examples_of(number: tf.Tensor) -> tuple[tf.Tensor, ...]:
             dtypes = [tensor_dtype(spec.dtype) for spec in specs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 
 import numpy as np
 import tensorflow as tf
@@ -88,7 +89,9 @@ class HostReader:
                     raise
                 self._in_graph = False  # which example it was is found by mapping them one by one
                 self.close()
-                return self._reader(shares, parts).get(position)
+                batches = self._reader(shares, parts).get(position)
+                _warn_of_python(ahead.unlike)
+                return batches
         except BaseException as error:
             self._failure = error  # kept, since TensorFlow raises an error of its own with the text alone
             raise
@@ -255,6 +258,20 @@ class HostReader:
         """How long each example is, by the names of the padded arrays."""
         ids = self._data.resolve(indices, epoch, self._options.seed)
         return {name: self._data.lengths(ids, name) for name in self._layout.padded}
+
+
+def _warn_of_python(unlike: bool) -> None:
+    """Warns that a map that is a `tf.function` isn't run by tf.data any more.
+
+    Args:
+        unlike: whether the reason is that the source gives examples of different shapes.
+    """
+    reason = "the source's examples differ in shape or dtype" if unlike else "an example can't be read in a graph"
+    warnings.warn(
+        f"IndexedData(map=...): {reason}, so that the tf.function is called for one example at a time from now on, "
+        "which takes longer: a source of one shape, or of texts, such as paths or encoded pictures, is read by tf.data",
+        stacklevel=2,
+    )
 
 
 def _own(shares: RowShares, parts: int, whole: np.ndarray) -> np.ndarray:

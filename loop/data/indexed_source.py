@@ -15,8 +15,8 @@ from loop.data.array_source import ArraySource
 from loop.data.batch import BatchOptions, ReadBatch, Rows
 from loop.data.batch_filler import BatchFiller
 from loop.data.batch_layout import BatchLayout, HandedOver
-from loop.data.example_parts import Example, flatten
-from loop.data.examples import BadExampleError, example_seeds, leaves_of, specs_of, unusable
+from loop.data.example_parts import Example, Part, flatten
+from loop.data.examples import BadExampleError, as_array, example_seeds, leaves_of, specs_of, unusable
 from loop.data.host_reader import HostReader
 from loop.data.indexed import IndexedData
 from loop.data.padding import lengthened
@@ -27,7 +27,7 @@ Fetch = Callable[..., list[Any]]
 """A function of the host that returns arrays from epoch and step."""
 
 _TRIED = 64
-"""The number of examples, from the first one on, of which one must be readable where bad ones are left out."""
+"""The number of examples, from the first one on, among which one is looked for that says what all are like."""
 
 
 class IndexedSource(ArraySource):
@@ -40,6 +40,10 @@ class IndexedSource(ArraySource):
 
     def __init__(self, data: IndexedData, options: BatchOptions) -> None:
         super().__init__(data, options)  # calls `_open`, which makes the layout, and `head`, which reads more examples
+        if self.size > 1:  # by itself: what reads several at once may write another example in the place of the first
+            data.reader.read(
+                data.resolve(np.array([1]), 0, options.seed), example_seeds(np.array([1]), 0, options.seed)
+            )
         _check_unchanged(self._first)
         del self._first
         self.leaves_out = data.skips
@@ -52,7 +56,7 @@ class IndexedSource(ArraySource):
         index, first, seeds = _first_example(data, self.options.seed)
         if data.calls_user:
             _warn_of_draws(data, index, first, seeds)
-        self._first = _arrays_and_copies(first)
+        self._first = _parts_and_copies(first)
         self._layout = BatchLayout(data, first, index)
         self._reader = HostReader(data, self.options, self._layout, self.steps_per_epoch or 0)
         return self._layout.example_bytes * self.size
@@ -186,24 +190,40 @@ class IndexedSource(ArraySource):
 def _first_example(data: IndexedData, seed: int) -> tuple[int, Example, np.ndarray]:
     """The number in the source of the first example of epoch 0, the example, and its seeds: int64 [1, 2].
 
-    Where bad examples are left out, it is the first of a few that can be read.
+    Where bad examples are left out, it is the first of a few that can be read; where arrays are padded, the first of a
+    few that says what all are like.
 
     Raises:
         TrainingError: it can't be read; of several, why the first one can't.
     """
-    indices = np.arange(min(_TRIED if data.skips else 1, data.size), dtype=np.int64)
+    several = data.skips or data.padding is not None
+    indices = np.arange(min(_TRIED if several else 1, data.size), dtype=np.int64)
     seeds = example_seeds(indices, 0, seed)
     failures = []
+    vague = []
     for row, index in enumerate(data.resolve(indices, 0, seed).tolist()):
+        own_seeds = seeds[row : row + 1]
         try:
-            [first] = data.reader.read(np.array([index]), seeds[row : row + 1])
+            [first] = data.reader.read(np.array([index]), own_seeds)
             if not isinstance(first, Exception):
                 specs_of(first, index)  # which refuses what is no array, such as a null of a table
-                return index, first, seeds[row : row + 1]
+                if data.padding is None or not _has_empty_list(first):
+                    return index, first, own_seeds
+                vague.append((index, first, own_seeds))
+                continue
         except Exception as error:
             first = error
         failures.append(unusable(index, first))
+        if not data.skips:
+            break
+    if vague:
+        return vague[0]
     raise failures[0]
+
+
+def _has_empty_list(example: Example) -> bool:
+    """Whether a part of an example is a list without elements, whose dtype and shape NumPy makes up."""
+    return any(isinstance(part, list) and not part for _, part in flatten(example))
 
 
 def _warn_of_draws(data: IndexedData, index: int, example: Example, seeds: np.ndarray) -> None:
@@ -233,19 +253,21 @@ def _warn_of_draws(data: IndexedData, index: int, example: Example, seeds: np.nd
     )
 
 
-def _arrays_and_copies(example: Example) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The arrays of an example, each with a copy."""
+def _parts_and_copies(example: Example) -> list[tuple[Part, np.ndarray]]:
+    """The parts of an example that are numbers, each with a copy."""
     pairs = []
     for _, part in flatten(example):
-        if isinstance(part, np.ndarray):
-            pairs.append((part, part.copy()))
+        array = as_array(part)
+        if not array.dtype.hasobject:
+            pairs.append((part, array.copy()))
     return pairs
 
 
-def _check_unchanged(arrays: list[tuple[np.ndarray, np.ndarray]]) -> None:
+def _check_unchanged(parts: list[tuple[Part, np.ndarray]]) -> None:
     """Refuses examples that change when others are read: a batch would have the last one in place of each."""
-    for array, copied in arrays:
-        if array.tobytes() != copied.tobytes():  # unlike numbers, the bytes of a NaN are equal to themselves
+    for part, copied in parts:
+        # Unlike numbers, the bytes of a NaN are equal to themselves.
+        if as_array(part).tobytes() != copied.tobytes():
             raise UsageError(
                 "IndexedData: the arrays of example 0 have changed while others were read: return new arrays for each "
                 "example, as by array.copy(), and let map change none in place"

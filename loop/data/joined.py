@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from loop.data.example_parts import PartPath
+from loop.data.examples import name_of
 from loop.data.random_access import ArrayRows, Reader, Structure, reader_of
 from loop.errors import UsageError
 
@@ -138,10 +140,13 @@ def known_lengths(reader: Reader) -> np.ndarray | dict[str | int, np.ndarray] | 
     """The lengths of examples that a source knows: of the only array, or by names; None: it knows none."""
     if isinstance(reader, JoinedSequences):
         return reader.lengths
-    if not isinstance(reader, Structure):
-        return None
-    named = {}
-    for name, part in reader.readers.items():
-        if isinstance(part, JoinedSequences):
-            named[name] = part.lengths
-    return named or None
+    return dict(_named_lengths(reader, ())) or None
+
+
+def _named_lengths(reader: Reader, path: PartPath) -> Iterator[tuple[str | int, np.ndarray]]:
+    """The names of the arrays that are sequences, with their lengths; `path` is where the reader's part is."""
+    if isinstance(reader, JoinedSequences):
+        yield name_of(path), reader.lengths
+    elif isinstance(reader, Structure):
+        for name, part in reader.readers.items():
+            yield from _named_lengths(part, (*path, name))

@@ -13,7 +13,16 @@ import numpy as np
 
 from loop.data.arrow_tables import ParquetRows, Table
 from loop.data.data_files import DataFile
-from loop.data.example_parts import Columns, Example, count_of, dicts_of, refuse_masked, rows_of, without_lists
+from loop.data.example_parts import (
+    Columns,
+    Example,
+    count_of,
+    dicts_of,
+    refuse_masked,
+    rows_of,
+    tuple_of,
+    without_lists,
+)
 from loop.data.mapped_memory import AT_ONCE, LARGE, MAPPED_MEMORY
 from loop.errors import UsageError
 
@@ -78,12 +87,7 @@ def reader_of(source: Source) -> Reader:
             f"IndexedData({kind.__name__}): it has no {' and '.join(missing)}: give an array, a memory map, an .npy or "
             ".parquet file, or an object with a length whose examples can be read by index"
         )
-    # Of a pandas Series, [index] would be the example with this label, beside other examples' labels.
-    if hasattr(source, "iloc"):
-        raise UsageError(
-            f"IndexedData({type(source).__name__}): a {type(source).__name__} has [label], and no [index]: give its "
-            ".to_numpy(), or a dict of columns, or ArrayData(...)"
-        )
+    _refuse_other_items(source)
     try:
         len(source)
     except TypeError as error:
@@ -93,6 +97,23 @@ def reader_of(source: Source) -> Reader:
     if _is_keras_batches(source):
         return _Batches(source)
     return _Items(source)
+
+
+def _refuse_other_items(source: Source) -> None:
+    """Refuses objects of which `[index]` is something else than an example."""
+    kind = type(source).__name__
+    # Of a pandas Series, [index] would be the example with this label, beside other examples' labels.
+    if hasattr(source, "iloc"):
+        raise UsageError(
+            f"IndexedData({kind}): a {kind} has [label], and no [index]: give its .to_numpy(), or a dict of columns, "
+            "or ArrayData(...)"
+        )
+    # Of a data set of Hugging Face in this format, [index] would be a table.
+    how = getattr(source, "format", None)
+    if isinstance(how, Mapping) and how.get("type") == "arrow":
+        raise UsageError(
+            f'IndexedData({kind}): its format "arrow" gives tables, and no examples: give dataset.with_format("numpy")'
+        )
 
 
 class ArrayRows:
@@ -254,7 +275,8 @@ class Structure:
         if not named:
             raise UsageError("IndexedData: a dict or tuple without sources: give at least one source")
         self.readers: dict[str | int, Reader] = dict(zip(named, map(reader_of, named.values()), strict=True))
-        self._is_tuple = isinstance(sources, tuple)
+        # A named tuple keeps its type, in which `compute` gets it.
+        self._tuple = type(sources) if isinstance(sources, tuple) else None
         self.by_column = all(reader.by_column for reader in self.readers.values())
         if len(set(map(len, self.readers.values()))) != 1:
             listed = ", ".join(f"{name!r}: {len(reader)}" for name, reader in self.readers.items())
@@ -275,7 +297,7 @@ class Structure:
         return list(map(self._packed, dicts_of(read, len(indices))))
 
     def _packed(self, named: dict[str | int, Example]) -> Example:
-        return tuple(named.values()) if self._is_tuple else named
+        return named if self._tuple is None else tuple_of(self._tuple, named.values())
 
 
 class _Batches:
@@ -288,7 +310,7 @@ class _Batches:
         self._source = source
         self._last = len(source) - 1
         # The first batch tells the size of all but the last one, so that the number of examples takes two batches.
-        self._size = count_of(without_lists(source[0]))
+        self._size = count_of(without_lists(source[0])) if self._last >= 0 else 0
         last_size = count_of(without_lists(source[self._last])) if self._last > 0 else self._size
         self._length = self._last * self._size + last_size
         self._batches: dict[int, list[Example]] = {}

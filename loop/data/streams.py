@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.data.batch import BatchOptions, Feed, RowCounts, Rows, count, row_counts, rows
+from loop.data.generators import check_made_anew, open_generators
 from loop.data.host_random import RandomState, set_random_state
 from loop.data.padded_streams import PaddedBatches
 from loop.data.padding import Padding, as_padding, lengthened
@@ -103,10 +105,15 @@ class StreamSource:
             # of random numbers from a generator in a map.
             options.experimental_optimization.apply_default_optimizations = False
             few = batches(self.dataset, self._padded, 3, bucketed=False).with_options(options)
+            iterator = iter(few)
             try:
-                return next(iter(few), no_rows(few.element_spec))
+                example = next(iterator, no_rows(few.element_spec))
             except tf.errors.InvalidArgumentError as error:
                 raise stacking_problem(error) or error from None
+            generators = open_generators(self.dataset)
+            del iterator  # else it holds the generators
+            check_made_anew(generators)
+            return example
 
     def head(self, count: int) -> Batch:
         """The first examples, as a batch; at most those of `example`."""
@@ -160,7 +167,12 @@ class StreamSource:
         return workers * -(-self.options.batch_size // parts)
 
     def start(
-        self, epoch: int, step_in_epoch: int, state: np.ndarray | None = None, draws: RandomState | None = None
+        self,
+        epoch: int,
+        step_in_epoch: int,
+        state: np.ndarray | None = None,
+        draws: RandomState | None = None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> tf.data.Iterator:
         """Opens the stream at a position: by the state of the iterator there, or by reading up to it.
 
@@ -169,29 +181,36 @@ class StreamSource:
             step_in_epoch: the step within the epoch.
             state: what `state` returned there; None: unknown.
             draws: the `random_state` at the beginning of the epoch, if the stream is read up to a step within it.
+            stopped: whether the run is to end, so that nothing will be read at the position.
 
         Raises:
             tf.errors.OpError: the state belongs to an iterator of another pipeline.
         """
         again = self._again() if self._again is not None and state is not None else None
         if again is not None:
-            return self._restored(again, epoch, step_in_epoch, state)
+            return self._restored(again, epoch, step_in_epoch, state, stopped)
 
         # Whole epochs are read to their end: what draws random numbers or keeps a state on the way must come to where
         # it was.
+        reached = True
         for _ in range(epoch):
-            for _ in iter(self._batches):
-                pass
+            reached = reached and _read_to_end(iter(self._batches), stopped)
         if draws is not None:
             set_random_state(draws)
         iterator = iter(self._batches)
         self.state(iterator)  # asked for before anything is read: see there
-        for _ in range(step_in_epoch):
-            next(iterator, None)
+        if not (reached and _read_to_end(itertools.islice(iterator, step_in_epoch), stopped)):
+            # A checkpoint must not have the state of an iterator that isn't where the run is.
+            self._unsaved = "the run was stopped before it was reached"
         return iterator
 
     def _restored(
-        self, again: StreamSource, epoch: int, step_in_epoch: int, state: np.ndarray | None
+        self,
+        again: StreamSource,
+        epoch: int,
+        step_in_epoch: int,
+        state: np.ndarray | None,
+        stopped: Callable[[], bool],
     ) -> tf.data.Iterator:
         """The iterator at a position, restored from its state.
 
@@ -200,6 +219,7 @@ class StreamSource:
             epoch: the epoch.
             step_in_epoch: the step within the epoch.
             state: what `state` returned there.
+            stopped: whether the run is to end.
         """
         assert state is not None
         # The state holds the rest of the iterator's epoch, but not always the seeds from which the next epoch's order
@@ -207,7 +227,8 @@ class StreamSource:
         # one had, once as many iterators have begun.
         self._following = again._batches
         for _ in range(epoch + (step_in_epoch > 0)):
-            next(iter(self._following), None)
+            if not stopped():
+                next(iter(self._following), None)
         if not step_in_epoch:
             return iter(self._following)  # between two epochs, there is no rest of an epoch to restore
         iterator = iter(self._batches)
@@ -308,6 +329,14 @@ class StreamSource:
     def batch_spec(self) -> Any:
         """The `tf.TensorSpec`s of a batch, in its structure."""
         return self._batches.element_spec
+
+
+def _read_to_end(batches: Iterator[Batch], stopped: Callable[[], bool]) -> bool:
+    """Reads batches up to their end; False: up to where the run is to end."""
+    while not stopped():
+        if next(batches, None) is None:
+            return True
+    return False
 
 
 def batches(

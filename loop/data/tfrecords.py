@@ -9,6 +9,7 @@ import os
 import struct
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -141,6 +142,7 @@ def records(
     for path in paths:
         if path.is_dir():
             raise UsageError(f"loop.records({str(path)!r}): it is a directory: give its files, as {path}/*.tfrecord")
+    _warn_of_repeated(paths)
     for name, feature in (features or {}).items():
         if not isinstance(feature, tf.io.FixedLenFeature):
             raise UsageError(
@@ -148,6 +150,18 @@ def records(
                 "leave features out and parse the bytes in the map of IndexedData"
             )
     return RecordSource(paths, features)
+
+
+def _warn_of_repeated(paths: Sequence[Path]) -> None:
+    """Warns if a file is named more than once, as by patterns that overlap."""
+    counts = Counter(map(Path.resolve, paths))
+    [(path, count)] = counts.most_common(1)
+    if count > 1:
+        warnings.warn(
+            f"loop.records: {len(paths)} files are {len(counts)}, of which {path} is named {count} times, so that an "
+            "epoch has its records as often: give patterns that don't overlap, if that isn't meant",
+            stacklevel=3,
+        )
 
 
 def _files_of(pattern: str) -> list[Path]:

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from callbacks.run_record.redaction import tell
 from loop.checkpoint.array_files import Json
-from loop.data import Source
 from loop.data.host_random import random_state, set_random_state
 from loop.errors import UsageError
 
@@ -83,8 +82,7 @@ class DataPosition:
                 f"the checkpoint stands at step {progress.step_in_epoch:,} of an epoch, and train_data() has "
                 f"{source.steps_per_epoch:,} in one: give the data that the run had, or start a new run"
             )
-        has_drawn = self._start(source, position, run.options["accept_changes"])
-
+        has_drawn = self._start(run, position)
         # Only at the start of a run: later, the data can't be replaced.
         if source.steps_per_epoch is None and not any(position):
             _note(
@@ -97,38 +95,50 @@ class DataPosition:
         # others the generators are where the checkpoint found them, since callbacks may draw, too.
         if self.random_state is not None and not has_drawn:
             set_random_state(self.random_state)
-        if reason := source.unsaved(self.iterator):
-            _note(
-                run,
-                f"the data pipeline's position can't be saved ({reason.rstrip('.')}): a resumed run will read up to "
-                "where it was",
-            )
+        if not run.stops.signalled:
+            _note_unsaved(run, source.unsaved(self.iterator))
 
-    def _start(self, source: Source, position: tuple[int, int], accepts_changes: bool) -> bool:
+    def _start(self, run: Run, position: tuple[int, int]) -> bool:
         """Makes the iterator of the data from a position on: by its state in the checkpoint, if there is one.
 
+        A signal ends it at once, and the run at the next boundary.
+
         Returns:
-            Whether reading up to the step within the epoch has drawn from the generators.
+            Whether the position was reached, and reading up to the step within the epoch has drawn from the generators.
         """
+        source = run.step.data.train
+
+        def stopped() -> bool:
+            return run.stops.signalled
+
         try:
             if self.stream_state is not None:
-                self.iterator = source.start(*position, self.stream_state)
+                self.iterator = source.start(*position, self.stream_state, stopped=stopped)
                 return False
         except tf.errors.OpError as error:
-            if not accepts_changes:
+            if not run.options["accept_changes"]:
                 raise UsageError(
                     f"train_data() isn't the pipeline whose position the checkpoint has ({error.message}): give the "
                     "old one, or read up to the position in the new one with accept_changes=True (--accept-changes)"
                 ) from None
         # Also of another pipeline, its examples up to the position are read and dropped.
         draws = self.epoch_random if position[1] else None
-        self.iterator = source.start(*position, draws=draws)
-        return draws is not None and random_state() != draws
+        self.iterator = source.start(*position, draws=draws, stopped=stopped)
+        return draws is not None and random_state() != draws and not stopped()
 
     def next_epoch(self, run: Run) -> None:
         """Takes the iterator to the next epoch."""
         with run.stopwatch.at("data"):
             self.iterator = run.step.data.train.next_epoch(self.iterator)
+
+
+def _note_unsaved(run: Run, reason: str) -> None:
+    if reason:
+        _note(
+            run,
+            f"the data pipeline's position can't be saved ({reason.rstrip('.')}): a resumed run will read up to where "
+            "it was",
+        )
 
 
 def _note(run: Run, text: str) -> None:

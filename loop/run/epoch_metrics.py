@@ -183,7 +183,10 @@ def _no_steps(epoch: int, options: Options) -> Exception:
             f"drop_remainder with batch_size={options['batch_size']} leaves nothing of the data: make the "
             "batch smaller, or keep the remainder"
         )
-    return TrainingError(f"epoch {epoch} had no examples: the data has run dry")
+    return TrainingError(
+        f"epoch {epoch} had no examples, the data has run dry: a stream must begin again each time that it is read, as "
+        "tf.data.Dataset.from_generator does with a function that returns a new generator in each call"
+    )
 
 
 def _refuse_untrained(epoch: int, skipped: int, searching: bool) -> None:

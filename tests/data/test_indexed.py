@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import typing
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -520,14 +521,15 @@ def test_a_null_of_a_table_is_a_bad_example_without_those_that_are_read_with_it(
     table = make({"number": pyarrow.array(numbers), "odd": pyarrow.array([True, False] * 5)})
     made = source(loop.IndexedData(table, on_bad_example="skip"), BatchOptions(10), "train_data()")
     zero = tf.constant(0, tf.int64)
-    with pytest.warns(UserWarning, match="example 7: array 'number': dtype float64 instead of int64"):
+    with pytest.warns(UserWarning, match="example 7: array 'number': None instead of an array"):
         rows = made.whole(zero, zero)
     made.close()
     assert rows.batch["number"].numpy().tolist() == [*range(2**53, 2**53 + 7), 8, 9]
     assert rows.batch["odd"].numpy().tolist() == [True, False, True, False, True, False, True, True, False]
-    # Of a list that isn't there, too.
-    with pytest.raises(UsageError, match="example 1: array 'list': None instead of an array"):
-        _opened(loop.IndexedData(make({"list": pyarrow.array([[1], None])})))
+    # Also if it comes first: it says nothing of the others. And of a list that isn't there, or has a gap.
+    for values, bad in (([None, 1, 2], 0), ([[1], None], 1), ([[1, None], [2, 3]], 0)):
+        with pytest.raises(UsageError, match=f"example {bad}: array 'x': "):
+            _opened(loop.IndexedData(make({"x": pyarrow.array(values)})))
 
 
 def test_rows_of_a_table_are_read_batch_by_batch():
@@ -753,6 +755,38 @@ class OneBuffer(Items):
         return self.buffer, LABELS[index]
 
 
+class OneVariable(Items):
+    """Returns the same object of TensorFlow for each example."""
+
+    def __init__(self):
+        super().__init__()
+        self.variable = tf.Variable(tf.zeros([6]))
+
+    def __getitem__(self, index):
+        self.variable.assign(INPUTS[index])
+        return self.variable
+
+
+class OneMemory(Items):
+    """Returns the same bytes for each example."""
+
+    memory = bytearray(8)
+
+    def __getitem__(self, index):
+        self.memory[:] = index.to_bytes(8)
+        return memoryview(self.memory)
+
+
+class OneBlock(Items):
+    """Returns rows of the same array in each call."""
+
+    block = np.zeros(INPUTS.shape, "float32")
+
+    def __getitems__(self, indices):
+        self.block[: len(indices)] = INPUTS[indices]
+        return list(self.block[: len(indices)])
+
+
 def _doubled_in_place(pair):
     pair[0][:] *= 2
     return pair
@@ -762,6 +796,9 @@ def _doubled_in_place(pair):
     "make",
     [
         lambda: loop.IndexedData(OneBuffer()),
+        lambda: loop.IndexedData(OneVariable()),
+        lambda: loop.IndexedData(OneMemory()),
+        lambda: loop.IndexedData(OneBlock()),
         lambda: loop.IndexedData(OneBuffer(), map=lambda pair: {"inputs": pair[0]}, on_bad_example="skip"),
         lambda: loop.IndexedData(list(zip(INPUTS.copy(), LABELS, strict=True)), map=_doubled_in_place),
     ],
@@ -1088,6 +1125,16 @@ def test_a_worker_without_rows_of_the_last_batch_maps_in_its_graph_all_the_same(
     assert isinstance(ahead, GraphReadAhead)
 
 
+def test_a_short_epoch_is_mapped_in_a_graph():
+    """Also one of fewer batches than are read ahead."""
+    data = loop.IndexedData(INPUTS[:8], map=tf.function(lambda inputs: 2 * inputs))
+    made, [(_, read)] = _batches_at(data, [(0, 0)])
+    [(ahead, _)] = made._reader._ahead.values()
+    assert isinstance(ahead, GraphReadAhead)
+    assert len(read) == 4
+    made.close()
+
+
 @pytest.mark.parametrize(
     ("map", "is_drawn"),
     [
@@ -1169,9 +1216,22 @@ def test_an_example_that_fails_in_a_graph_is_named(map, error, said):
     with pytest.raises(error, match=said):
         raise made.take_failure()
     made = source(loop.IndexedData(np.arange(48), map=map, on_bad_example="skip"), BatchOptions(8), "train_data()")
-    with pytest.warns(UserWarning, match="example 17.*left out"):
+    with (
+        pytest.warns(UserWarning, match="example 17.*left out"),
+        pytest.warns(UserWarning, match=r"an example can't be read in a graph, .* takes longer"),
+    ):
         index, _ = made.read_batch((), *third)
     assert index.numpy().tolist() == [16, -1, 18, 19, 20, 21, 22, 23]
+
+
+def test_examples_that_a_graph_cannot_read_are_said():
+    """They are mapped one by one, which takes longer."""
+    rows = [np.arange(number % 5 + 1) for number in range(16)]
+    made = source(loop.IndexedData(rows, map=tf.function(tf.reduce_sum)), BatchOptions(8), "train_data()")
+    with pytest.warns(UserWarning, match=r"examples differ in shape or dtype.*tf.function is called for one example"):
+        _, sums = made.read_batch((), *(tf.constant(0, tf.int64),) * 2)
+    assert sums.numpy().tolist() == [0, 1, 3, 6, 10, 0, 1, 3]
+    made.close()
 
 
 @pytest.mark.parametrize("map", [None, tf.function(lambda example: example)])
@@ -1631,3 +1691,88 @@ def test_an_unshuffled_mixture_alternates():
 def test_bad_mixtures_are_refused(shares, said):
     with pytest.raises(UsageError, match=said):
         loop.mix(shares(loop.IndexedData(INPUTS)))
+
+
+@pytest.mark.parametrize(
+    ("examples", "filled"),
+    [
+        ([[], [1, 2], [3]], [[0, 0], [1, 2], [3, 0]]),
+        ([[], [], ["a", "b"]], [[b"", b""], [b"", b""], [b"a", b"b"]]),
+        ([[], [[1.5, 2]], []], [[[0, 0]], [[1.5, 2]], [[0, 0]]]),
+        ([[], [], []], [[0], [0], [0]]),
+    ],
+)
+def test_the_first_example_may_be_an_empty_list(examples, filled):
+    """NumPy makes up its dtype and its shape: those of another example count."""
+    data = loop.IndexedData(examples, padding=loop.Padding(), lengths=list(map(len, examples)))
+    made = source(data, BatchOptions(3), "train_data()")
+    zero = tf.constant(0, tf.int64)
+    _, (values, mask) = made.read_batch((), zero, zero)
+    assert values.numpy().tolist() == filled
+    assert tf.reduce_sum(tf.cast(mask, tf.int32), 1).numpy().tolist() == list(map(len, examples))
+    made.close()
+
+
+def test_sequences_in_a_dict_within_another_one_tell_their_lengths():
+    tokens = loop.sequences(np.arange(6), [1, 2, 3])
+    data = loop.IndexedData(({"tokens": tokens, "label": np.arange(3)}, np.arange(3)), padding=0)
+    made = source(data, BatchOptions(3), "train_data()")
+    zero = tf.constant(0, tf.int64)
+    _, (inputs, _, mask) = made.read_batch((), zero, zero)
+    assert inputs["tokens"].numpy().tolist() == [[0, 0, 0], [1, 2, 0], [3, 4, 5]]
+    assert tf.reduce_sum(tf.cast(mask, tf.int32), 1).numpy().tolist() == [1, 2, 3]
+    made.close()
+
+
+class NoBatches(KerasBatches):
+    def __len__(self):
+        return 0
+
+    def __getitem__(self, index):
+        raise IndexError(index)
+
+
+class AsTables(Items):
+    """As a data set of Hugging Face with the format "arrow"."""
+
+    format = {"type": "arrow"}
+
+
+def test_sources_without_examples_and_of_tables_are_refused():
+    with pytest.raises(UsageError, match=r"train_data\(\) has no examples"):
+        source(loop.IndexedData(NoBatches()), BatchOptions(3), "train_data()")
+    with pytest.raises(UsageError, match=r"AsTables.* gives tables, and no examples: give dataset.with_format"):
+        loop.IndexedData(AsTables())
+
+
+class Pair(typing.NamedTuple):
+    inputs: object
+    labels: object
+
+
+@pytest.mark.parametrize("inputs", [INPUTS, {"x": INPUTS}, list(INPUTS)])
+def test_a_named_tuple_of_sources_stays_one(inputs):
+    made = source(loop.IndexedData(Pair(inputs, LABELS)), BatchOptions(3), "train_data()")
+    zero = tf.constant(0, tf.int64)
+    _, batch = made.read_batch((), zero, zero)
+    assert isinstance(batch, Pair)
+    assert isinstance(made.example, Pair)
+    assert batch.labels.numpy().tolist() == LABELS[:3].tolist()
+    made.close()
+
+
+def _exit_at_17(index):
+    return sys.exit(3) if index == 17 else index
+
+
+@pytest.mark.parametrize("in_source", [False, True])
+def test_an_exit_of_the_users_code_is_an_error_of_the_example(in_source):
+    class Exiting(Items):
+        def __getitem__(self, index):
+            return _exit_at_17(index)
+
+    data = loop.IndexedData(Exiting()) if in_source else loop.IndexedData(np.arange(48), map=_exit_at_17)
+    made = source(data, BatchOptions(8), "train_data()")
+    with pytest.raises(TrainingError, match=r"^example 17 can't be read: RuntimeError: sys.exit\(3\)$"):
+        made.read_batch((), tf.constant(0, tf.int64), tf.constant(2, tf.int64))
+    made.close()

@@ -225,3 +225,14 @@ def test_hugging_face_data_sets_are_the_same_examples():
     expected = _batches(loop.ArrayData({"image": IMAGES, "label": LABELS}))
     for ours, theirs in zip(_batches(data), expected, strict=True):
         tf.nest.map_structure(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_a_file_that_several_patterns_name_is_said(tmp_path):
+    """An epoch has its records as often, and a split may train on what it evaluates."""
+    for name in ("train-1", "train-2", "other"):
+        with tf.io.TFRecordWriter(str(tmp_path / name)) as writer:
+            writer.write(name.encode())
+    with pytest.warns(UserWarning, match="3 files are 2, of which .*train-1 is named 2 times"):
+        records = loop.records([tmp_path / "train-*", tmp_path / ".." / tmp_path.name / "train-1"])
+    assert records.__getitems__([0, 1, 2]) == [b"train-1", b"train-2", b"train-1"]
+    assert len(loop.records([tmp_path / "train-*", tmp_path / "other"])) == 3

@@ -337,3 +337,61 @@ MASKED = np.ma.masked_equal(np.arange(3), 1)
 def test_bad_data_is_refused_with_the_fix(make, message):
     with pytest.raises(UsageError, match=message):
         make()
+
+
+def generated(function):
+    return tf.data.Dataset.from_generator(function, output_signature=tf.TensorSpec([], tf.int64))
+
+
+def from_one(iterator):
+    return lambda: iterator
+
+
+def remembered(kept):
+    """A function that keeps what it returns, and makes a new one in each call."""
+
+    def function():
+        kept[:] = [iter([1, 2, 3, 4])]
+        return kept[0]
+
+    return function
+
+
+class Restarting:
+    """An iterator that begins again when it is asked for one."""
+
+    def __iter__(self):
+        self.numbers = iter([1, 2, 3, 4])
+        return self
+
+    def __next__(self):
+        return next(self.numbers)
+
+
+@pytest.mark.parametrize("iterator", [(number for number in range(9)), iter(range(9)), map(int, range(9))])
+def test_a_generator_that_can_be_read_once_is_refused(iterator):
+    """The examples that are looked at first would be lost, and an epoch would have some less."""
+    pipeline = generated(from_one(iterator)).map(lambda number: number + 1).prefetch(2)
+    with pytest.raises(UsageError, match=f"from_generator: .* the same {type(iterator).__name__} .* return a new one"):
+        source(pipeline, BatchOptions(4), "train_data()")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda: iter([1, 2, 3, 4]), lambda: [1, 2, 3, 4], from_one([1, 2, 3, 4]), from_one(Restarting()),
+     remembered([])],
+)  # fmt: skip
+def test_a_generator_that_begins_again_is_taken(function):
+    stream = source(generated(function), BatchOptions(4), "train_data()")
+    assert drain(stream, stream.start(0, 0), 2) == [4, 0]
+
+
+def test_a_look_at_a_generator_calls_its_function_once():
+    calls = []
+
+    def function():
+        calls.append(1)
+        return iter([1, 2, 3, 4])
+
+    source(generated(function), BatchOptions(4), "train_data()")
+    assert calls == [1]
