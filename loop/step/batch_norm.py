@@ -68,6 +68,16 @@ def state(model: Model) -> list[tf.Variable]:
     return [variable for variable in as_tf(all_variables(model)) if id(variable) not in fixed]
 
 
+def normalized_kernels(model: Model) -> list[tf.Variable]:
+    """The weights that SpectralNormalization divides by their norm in each forward pass, though they are trained."""
+    kernels = []
+    for layer in layers(model):
+        is_of_keras = type(layer).__module__.startswith(("keras.", "tf_keras."))
+        if is_of_keras and type(layer).__name__ == "SpectralNormalization" and hasattr(layer, "kernel"):
+            kernels.append(layer.kernel)
+    return as_tf(kernels)
+
+
 def has_own_state(model: Model) -> bool:
     """Whether the model has state that a step changes even without rows, such as counted seeds or power iterations."""
     # The state of BatchNormalization stays as it is without rows.

@@ -336,6 +336,34 @@ def test_power_iterations_go_on_without_rows(quiet):
     assert largest_difference(weights(three), weights(one)) <= 2e-5
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_end_of_a_stream_changes_no_state(replicas, quiet):
+    """The empty step with which an epoch ends drew masks and iterated: the next epoch had other numbers."""
+
+    class Both(Unweighted):
+        streamed = True
+
+        def build_model(self):
+            layers = keras.layers
+            inner = [layers.Dropout(0.5, seed=1), layers.SpectralNormalization(layers.Dense(4)), layers.Dense(1)]
+            return keras.Sequential([keras.Input((5,)), *inner])
+
+        def train_data(self):
+            arrays = regression(16)[:2]
+            return tf.data.Dataset.from_tensor_slices(arrays) if self.streamed else ArrayData(*arrays)
+
+        def eval_data(self):
+            return None
+
+    class Arrays(Both):
+        streamed = False
+
+    options = {"epochs": 2, "batch_size": 8, "backend": engine(replicas), "shuffle": False}
+    stream, arrays = (fit(task(), callbacks=quiet(), **options).model for task in (Both, Arrays))
+    for own, other in zip(stream.variables, arrays.variables, strict=True):
+        np.testing.assert_allclose(own.numpy(), other.numpy(), rtol=1e-4, atol=1e-5)
+
+
 def test_a_frozen_layer_goes_on_drawing(quiet):
     """The last batch of 101 has one example: all replicas but one have nothing, and must count up the seed, too."""
 
