@@ -245,14 +245,15 @@ def test_unsynchronised_statistics_are_averaged_before_they_are_used(quiet, tmp_
     assert evaluate(Normed(), tmp_path / "run")["eval_loss"] == pytest.approx(separate.metrics["eval_loss"], rel=1e-6)
 
 
-def test_masked_batch_norm_is_the_same_on_any_number_of_replicas(quiet):
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_masked_batch_norm_is_the_same_on_any_number_of_replicas(axis, quiet):
     class Masked(Plain):
         def build_model(self):
             return keras.Sequential(
                 [
                     keras.Input((4, 3)),
                     keras.layers.Masking(),
-                    keras.layers.BatchNormalization(momentum=0.7),
+                    keras.layers.BatchNormalization(axis, momentum=0.7),
                     keras.layers.GlobalAveragePooling1D(),
                     keras.layers.Dense(1),
                 ]
