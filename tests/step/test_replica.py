@@ -30,6 +30,65 @@ def weights(result):
     return [variable.numpy() for variable in weights_of(result.model)]
 
 
+class Drawing(keras.layers.Layer):
+    """Multiplies sequences [n, t, 5] by what it draws in training, in a way that is named."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.dropout = keras.layers.Dropout(0.5, seed=1, noise_shape=(1, None, 5) if kind == "of all rows" else None)
+        self.seed = keras.random.SeedGenerator(2)
+
+    def call(self, inputs, training=False):
+        rows = keras.ops.shape(inputs)[0]
+        if not training:
+            return inputs
+        if self.kind == "time first":
+            turned = self.dropout(keras.ops.transpose(inputs, (1, 0, 2)), training=True)
+            return keras.ops.transpose(turned, (1, 0, 2))
+        if self.kind == "gamma":
+            return inputs * keras.random.gamma((rows, 1, 1), 2.0, seed=self.seed)
+        if self.kind == "shuffle":
+            return inputs + keras.random.shuffle(inputs, seed=self.seed)
+        return self.dropout(inputs, training=True)
+
+
+class Sequences(Unweighted):
+    kind = "of all rows"
+
+    def build_model(self):
+        time = None if self.kind == "of all rows" else 3
+        layers = [Drawing(self.kind), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((time, 5)), *layers])
+
+    def train_data(self):
+        inputs, labels = regression(24)[:2]
+        return ArrayData(np.stack([inputs, -inputs, 2 * inputs], 1), labels)
+
+    eval_data = train_data
+
+
+def test_a_mask_of_all_rows_is_the_same_on_all_replicas(quiet):
+    one, two = (fit(Sequences(), epochs=1, batch_size=8, backend=engine(n), callbacks=quiet()) for n in (1, 2))
+    assert largest_difference(weights(two), weights(one)) <= 5e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("time first", r"draw random numbers of shape \[3, None, 5\], whose first axis isn't that of the examples"),
+        ("gamma", "draw random numbers for each example by `gamma`"),
+        ("shuffle", r"mix the examples of a batch by `keras.random.shuffle`: each of 2 replicas"),
+    ],
+)
+def test_what_cannot_be_drawn_by_row_is_said_on_several_replicas(kind, message, quiet):
+    task = Sequences()
+    task.kind = kind
+    with pytest.warns(UserWarning, match=message):
+        fit(task, steps=1, batch_size=8, backend=engine(2), callbacks=quiet())
+    fit(task, steps=1, batch_size=8, backend="single", callbacks=quiet())
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     rows=st.integers(1, 9), inner=st.integers(1, 7), cuts=st.lists(st.integers(0, 9), max_size=3),
