@@ -89,6 +89,10 @@ def cases():
             lambda: compiled(dense(3, "softmax"), "adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"]),
             (x, kind), {"class_weight": {0: 2.0, 2: 0.5}},
         ),
+        "signs": (
+            lambda: compiled(dense(), loss="hinge"),
+            (x, np.where(real > 0, 1, -1)), {"class_weight": {-1: 3.0, 1: 0.5}},
+        ),
         "weights": (
             lambda: compiled(dense(), "rmsprop", loss="mse", metrics=["mae"], weighted_metrics=["mae", "mse"]),
             (x, real, weights), {},

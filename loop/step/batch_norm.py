@@ -68,6 +68,16 @@ def state(model: Model) -> list[tf.Variable]:
     return [variable for variable in as_tf(all_variables(model)) if id(variable) not in fixed]
 
 
+def normalized_kernels(model: Model) -> list[tf.Variable]:
+    """The weights that SpectralNormalization divides by their norm in each forward pass, though they are trained."""
+    kernels = []
+    for layer in layers(model):
+        is_of_keras = type(layer).__module__.startswith(("keras.", "tf_keras."))
+        if is_of_keras and type(layer).__name__ == "SpectralNormalization" and hasattr(layer, "kernel"):
+            kernels.append(layer.kernel)
+    return as_tf(kernels)
+
+
 def has_own_state(model: Model) -> bool:
     """Whether the model has state that a step changes even without rows, such as counted seeds or power iterations."""
     # The state of BatchNormalization stays as it is without rows.
@@ -150,22 +160,29 @@ def moments(
     Args:
         replica: this replica.
         inputs: its tensor, of float32 or float64.
-        axes: the axes to reduce; with a mask, all but the last axis.
+        axes: the axes to reduce: all but that of the channels.
         mask: which positions count, in the shape of the inputs without the last axis; or None: all.
         moving: mean and variance if no replica has a row. The moving ones then stay as they are, to rounding.
 
     Returns:
-        Mean and variance (biased), shape [channels]; and the count, a scalar.
+        Mean and variance (biased), shape [channels]; and the count, shape [1], or [channels] if it differs by channel.
     """
     # This replica's part. With a mask, only the positions that count.
     if mask is None:
         shape = tf.shape(inputs)
-        n = tf.cast(tf.reduce_prod(tf.gather(shape, axes)), inputs.dtype)
+        n = tf.cast(tf.reduce_prod(tf.gather(shape, axes)), inputs.dtype)[tf.newaxis]
         mean, variance = tf.nn.moments(inputs, axes)
         q = variance * n
     else:
         counted = tf.cast(mask, inputs.dtype)[..., tf.newaxis]
-        n = tf.reduce_sum(counted)
+        n = tf.reduce_sum(counted)[tf.newaxis]
+        last = inputs.shape.rank - 1
+        if last in axes:  # the channels have an axis that the mask has, too, and so a count each
+            order = [*axes, *(axis for axis in range(last) if axis not in axes)]
+            counted = tf.transpose(counted * tf.ones_like(inputs), order)
+            inputs = tf.transpose(inputs, order)
+            axes = list(range(last))
+            n = tf.reduce_sum(counted, axes)
         mean = tf.reduce_sum(inputs * counted, axes) / tf.maximum(n, 1)
         q = tf.reduce_sum((inputs - mean) ** 2 * counted, axes)
     if replica.counts_something is not None:
@@ -173,9 +190,9 @@ def moments(
 
     # All parts, put together: in one collective, a row for each replica.
     channels = mean.shape[0]
-    table = replica.table(tf.concat([n[tf.newaxis], mean, q], 0))
-    counts, means, squares = tf.split(table, [1, channels, channels], 1)
-    total = tf.reduce_sum(counts)
+    table = replica.table(tf.concat([n, mean, q], 0))
+    counts, means, squares = tf.split(table, [n.shape[0], channels, channels], 1)
+    total = tf.reduce_sum(counts, 0)
     # A quotient of 0 by 0 is selected away below, but its gradient would still be nan.
     divisor = tf.maximum(total, 1)
     mean = tf.reduce_sum(counts * means, 0) / divisor

@@ -76,10 +76,13 @@ def _dropout(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
         name: str | None = None,
     ) -> tf.Tensor:
         masks: Masks | None = getattr(_here, "masks", None)
+        draw = tf.random.stateless_uniform
+        if _is_of_all_rows(x, noise_shape):
+            draw = getattr(draw, "__wrapped__", draw)  # TensorFlow's own: the same on all replicas
 
         def sampler(shape: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
             def uniform() -> tf.Tensor:
-                return tf.random.stateless_uniform(shape, seed, dtype=dtype)
+                return draw(shape, seed, dtype=dtype)
 
             if masks is None:
                 return uniform()
@@ -92,3 +95,11 @@ def _dropout(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
 
     function.replaces = original  # type: ignore[attr-defined]
     return function
+
+
+def _is_of_all_rows(x: tf.Tensor, noise_shape: tf.Tensor | Sequence[int] | None) -> bool:
+    """Whether one mask is for all rows: its first size is 1, and that of the tensor is another one."""
+    # A list, in which Keras puts sizes that aren't known while tracing as tensors.
+    if not isinstance(noise_shape, list | tuple) or not noise_shape:
+        return False
+    return isinstance(noise_shape[0], int) and noise_shape[0] == 1 and x.shape[0] != 1

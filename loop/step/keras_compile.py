@@ -289,9 +289,10 @@ def class_weights(labels: Tensors, by_class: Mapping[int, float]) -> tf.Tensor:
     if labels.shape.rank and labels.shape.rank > 1:
         labels = tf.squeeze(labels, -1) if labels.shape[-1] == 1 else tf.argmax(labels, -1)
     classes = tf.cast(tf.round(labels) if labels.dtype.is_floating else labels, tf.int32)
+    least = min(by_class)
     greatest = max(by_class)
-    weights = [by_class.get(index, 1.0) for index in range(greatest + 1)]
+    weights = [by_class.get(index, 1.0) for index in range(least, greatest + 1)]
     table = tf.constant(weights, keras.config.floatx())
-    known = (classes >= 0) & (classes <= greatest)
+    known = (classes >= least) & (classes <= greatest)
     # The index is replaced before the lookup: on a CPU, an index outside of the table is an error.
-    return tf.where(known, tf.gather(table, tf.where(known, classes, 0)), tf.ones([], table.dtype))
+    return tf.where(known, tf.gather(table, tf.where(known, classes - least, 0)), tf.ones([], table.dtype))

@@ -9,10 +9,13 @@ one replica alone would draw.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import keras
 import tensorflow as tf
+from tensorflow.python.framework import tensor_util  # there is no public way to ask which sizes of a shape are known
 
 from loop.model.variables import layers
 from loop.step.dropout import replace_dropout
@@ -29,6 +32,14 @@ Draw: TypeAlias = Callable[..., tf.Tensor]
 _PHILOX = 1
 """The number of the algorithm in TensorFlow."""
 
+_NOT_BY_ROW = ("truncated_normal", "gamma", "binomial", "poisson", "categorical")
+"""What can't be drawn by row: how far a draw goes in the stream depends on what it draws."""
+_DRAW = (
+    "Draw by `normal`, `uniform` or dropout, with the examples as the first axis; or in compute(), for each example "
+    "with a seed of loop.example_seed()"
+)
+"""What to do instead."""
+
 
 def by_row() -> None:
     """Lets `tf.random.stateless_uniform`, `stateless_normal` and stateless dropout draw by row within `compute`.
@@ -41,6 +52,11 @@ def by_row() -> None:
         if not hasattr(module.random.stateless_uniform, "by_row"):
             module.random.stateless_uniform = _by_row(module.random.stateless_uniform, uniform)
             module.random.stateless_normal = _by_row(module.random.stateless_normal, normal)
+            for name in _NOT_BY_ROW:
+                setattr(module.random, f"stateless_{name}", _warning(getattr(module.random, f"stateless_{name}"), name))
+    shuffle = keras.src.backend.random.shuffle
+    if not hasattr(shuffle, "by_row"):
+        keras.src.backend.random.shuffle = _warning_of_shuffle(shuffle)
     replace_dropout()
 
 
@@ -84,10 +100,65 @@ def _by_row(original: Draw, draw: Draw) -> Draw:
         if isinstance(replica.rows.first, int) and replica.rows.kept is None:
             return original(shape, seed, *args, **kwargs)
         replica.check_draws()
+        sizes = _known_sizes(shape)
+        if known is None and sizes and sizes[0] not in (None, 1):
+            _warn(f"draw random numbers of shape {sizes}, whose first axis isn't that of the examples", _DRAW)
         return draw(shape, seed, *args, **kwargs)
 
     function.by_row = True  # type: ignore[attr-defined]
     return function
+
+
+def _warning(original: Draw, name: str) -> Draw:
+    """A function that draws as `original` does, and warns where it draws numbers for each example."""
+
+    @functools.wraps(original)
+    def function(*args: object, **kwargs: object) -> tf.Tensor:
+        # The shape of what is drawn; of categories, their logits.
+        given = args[0] if args else kwargs.get("shape", kwargs.get("logits"))
+        if current() is not None:
+            sizes = _known_sizes(tf.shape(given) if name == "categorical" else given)
+            if _has_rows(sizes):
+                _warn(f"draw random numbers for each example by `{name}`, which can't be drawn by row", _DRAW)
+        return original(*args, **kwargs)
+
+    return function
+
+
+def _warning_of_shuffle(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+    """Keras's `random.shuffle`, which warns where it mixes the examples of a batch."""
+
+    @functools.wraps(original)
+    def shuffle(x: tf.Tensor, axis: int = 0, seed: object = None) -> tf.Tensor:
+        if current() is not None and _has_rows([tf.convert_to_tensor(x).shape[axis]]):
+            _warn("mix the examples of a batch by `keras.random.shuffle`", "Mix them in train_data()")
+        return original(x, axis=axis, seed=seed)
+
+    shuffle.by_row = True  # type: ignore[attr-defined]
+    return shuffle
+
+
+def _known_sizes(shape: Shape) -> list[int | None]:
+    """The sizes of a shape, None for each that isn't known while tracing; [] if their number isn't known."""
+    known = tensor_util.constant_value_as_shape(tf.convert_to_tensor(shape, tf.int32))
+    return [] if known.rank is None else known.as_list()
+
+
+def _has_rows(sizes: Sequence[int | None]) -> bool:
+    """Whether one of these sizes may be the number of rows."""
+    replica = current()
+    return None in sizes or (replica is not None and replica.fixed_rows in sizes[:1])
+
+
+def _warn(what: str, fix: str) -> None:
+    """Warns of what layers do, on several replicas."""
+    replica = current()
+    if replica is not None and replica.backend.replicas > 1:
+        warnings.warn(
+            f"layers {what}: each of {replica.backend.replicas} replicas has only its own examples, so that the "
+            f"numbers depend on the number of replicas. {fix}",
+            stacklevel=2,
+        )
 
 
 def uniform(

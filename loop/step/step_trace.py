@@ -274,6 +274,9 @@ class StepTrace:
             step_totals = tf.where(finite, step_totals, totals.as_skipped(step_totals))
         # After a step that has ended the call, a step is never good: what it computes must come to nothing.
         good = finite & before.going if self._counted else finite
+        if context.kept_batch is not None:
+            # The step that finds a stream at its end is none: it draws, counts and iterates nothing.
+            good &= ~ended
         self._restore_model_state(good)
         states = self._added_states(good)
         following_step = before.step + 1

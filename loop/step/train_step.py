@@ -16,7 +16,7 @@ from loop.model.variables import carried_variables, trainable_variables
 from loop.monitor.phase_marker import HOST, PhaseMarker
 from loop.options import Options
 from loop.step import communication, lookups, row_random
-from loop.step.batch_norm import has_own_state, share, state, statistics
+from loop.step.batch_norm import has_own_state, normalized_kernels, share, state, statistics
 from loop.step.build import BuiltModel
 from loop.step.computing import Computing
 from loop.step.context import KeptBatch, StepContext
@@ -304,7 +304,7 @@ def _make_context(
         marker=PhaseMarker(waits, bool(options["profile"]), backend.replicas),
         scale=scale,
         averages=averages,
-        state=state(built.model) + carried_variables(built.model),
+        state=state(built.model) + carried_variables(built.model) + normalized_kernels(built.model),
         statistics=statistics(built.model) if backend.replicas > 1 else [],
         kept_batch=KeptBatch(data.train) if isinstance(data.train, StreamSource) else None,
         observer=observer,

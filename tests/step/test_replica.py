@@ -30,6 +30,65 @@ def weights(result):
     return [variable.numpy() for variable in weights_of(result.model)]
 
 
+class Drawing(keras.layers.Layer):
+    """Multiplies sequences [n, t, 5] by what it draws in training, in a way that is named."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.dropout = keras.layers.Dropout(0.5, seed=1, noise_shape=(1, None, 5) if kind == "of all rows" else None)
+        self.seed = keras.random.SeedGenerator(2)
+
+    def call(self, inputs, training=False):
+        rows = keras.ops.shape(inputs)[0]
+        if not training:
+            return inputs
+        if self.kind == "time first":
+            turned = self.dropout(keras.ops.transpose(inputs, (1, 0, 2)), training=True)
+            return keras.ops.transpose(turned, (1, 0, 2))
+        if self.kind == "gamma":
+            return inputs * keras.random.gamma((rows, 1, 1), 2.0, seed=self.seed)
+        if self.kind == "shuffle":
+            return inputs + keras.random.shuffle(inputs, seed=self.seed)
+        return self.dropout(inputs, training=True)
+
+
+class Sequences(Unweighted):
+    kind = "of all rows"
+
+    def build_model(self):
+        time = None if self.kind == "of all rows" else 3
+        layers = [Drawing(self.kind), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((time, 5)), *layers])
+
+    def train_data(self):
+        inputs, labels = regression(24)[:2]
+        return ArrayData(np.stack([inputs, -inputs, 2 * inputs], 1), labels)
+
+    eval_data = train_data
+
+
+def test_a_mask_of_all_rows_is_the_same_on_all_replicas(quiet):
+    one, two = (fit(Sequences(), epochs=1, batch_size=8, backend=engine(n), callbacks=quiet()) for n in (1, 2))
+    assert largest_difference(weights(two), weights(one)) <= 5e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("time first", r"draw random numbers of shape \[3, None, 5\], whose first axis isn't that of the examples"),
+        ("gamma", "draw random numbers for each example by `gamma`"),
+        ("shuffle", r"mix the examples of a batch by `keras.random.shuffle`: each of 2 replicas"),
+    ],
+)
+def test_what_cannot_be_drawn_by_row_is_said_on_several_replicas(kind, message, quiet):
+    task = Sequences()
+    task.kind = kind
+    with pytest.warns(UserWarning, match=message):
+        fit(task, steps=1, batch_size=8, backend=engine(2), callbacks=quiet())
+    fit(task, steps=1, batch_size=8, backend="single", callbacks=quiet())
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     rows=st.integers(1, 9), inner=st.integers(1, 7), cuts=st.lists(st.integers(0, 9), max_size=3),
@@ -245,14 +304,15 @@ def test_unsynchronised_statistics_are_averaged_before_they_are_used(quiet, tmp_
     assert evaluate(Normed(), tmp_path / "run")["eval_loss"] == pytest.approx(separate.metrics["eval_loss"], rel=1e-6)
 
 
-def test_masked_batch_norm_is_the_same_on_any_number_of_replicas(quiet):
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_masked_batch_norm_is_the_same_on_any_number_of_replicas(axis, quiet):
     class Masked(Plain):
         def build_model(self):
             return keras.Sequential(
                 [
                     keras.Input((4, 3)),
                     keras.layers.Masking(),
-                    keras.layers.BatchNormalization(momentum=0.7),
+                    keras.layers.BatchNormalization(axis, momentum=0.7),
                     keras.layers.GlobalAveragePooling1D(),
                     keras.layers.Dense(1),
                 ]
@@ -334,6 +394,34 @@ def test_power_iterations_go_on_without_rows(quiet):
 
     one, three = (fit(Spectral(), epochs=2, batch_size=20, backend=engine(n), callbacks=quiet()) for n in (1, 3))
     assert largest_difference(weights(three), weights(one)) <= 2e-5
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_end_of_a_stream_changes_no_state(replicas, quiet):
+    """The empty step with which an epoch ends drew masks and iterated: the next epoch had other numbers."""
+
+    class Both(Unweighted):
+        streamed = True
+
+        def build_model(self):
+            layers = keras.layers
+            inner = [layers.Dropout(0.5, seed=1), layers.SpectralNormalization(layers.Dense(4)), layers.Dense(1)]
+            return keras.Sequential([keras.Input((5,)), *inner])
+
+        def train_data(self):
+            arrays = regression(16)[:2]
+            return tf.data.Dataset.from_tensor_slices(arrays) if self.streamed else ArrayData(*arrays)
+
+        def eval_data(self):
+            return None
+
+    class Arrays(Both):
+        streamed = False
+
+    options = {"epochs": 2, "batch_size": 8, "backend": engine(replicas), "shuffle": False}
+    stream, arrays = (fit(task(), callbacks=quiet(), **options).model for task in (Both, Arrays))
+    for own, other in zip(stream.variables, arrays.variables, strict=True):
+        np.testing.assert_allclose(own.numpy(), other.numpy(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_frozen_layer_goes_on_drawing(quiet):
