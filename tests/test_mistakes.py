@@ -244,3 +244,20 @@ def test_a_step_may_call_compute_with_its_defaults_and_arguments_of_its_own(quie
 
     with pytest.raises(UsageError, match=r"the model takes inputs of shape \[5\]"):
         fit(Wide(), callbacks=quiet())
+
+
+class Texts(Task):
+    def build_model(self):
+        model = super().build_model()
+        module = tf.Module()
+        module.model = model
+        module.names = tf.Variable(["cat", "dog"], trainable=False, name="names")
+        return module
+
+    def compute(self, model, batch, training):
+        return super().compute(model.model, batch, training)
+
+
+def test_a_variable_of_texts_is_refused(quiet):
+    with pytest.raises(UsageError, match=r"the variable names of the model has the dtype string, .*StringLookup"):
+        fit(Texts(), callbacks=quiet())
