@@ -207,8 +207,8 @@ def warn_of_frozen(model: Model) -> None:
         warnings.warn(
             f"{', '.join(frozen[:3])} of {type(model).__name__} {'has' if len(frozen) == 1 else 'have'} "
             f"trainable=False, and {'is' if len(frozen) == 1 else 'are'} trained: the trainable_variables of a "
-            "tf.Module hold all weights of layers of tf_keras. Return a tf_keras.Model; or let the module have a property "
-            "trainable_variables of its own, without these",
+            "tf.Module hold all weights of layers of tf_keras. Return a tf_keras.Model; or let the module have a "
+            "property trainable_variables of its own, without these",
             stacklevel=2,
         )
 
