@@ -17,6 +17,9 @@ from loop.step import approximations, communication
 from loop.step.build import build
 from loop.step.train_step import TrainStep
 
+TYPES = ("bfloat16", "float16", "int8", "uint8", "int16", "uint16", "uint32", "uint64", "complex64", "complex128")
+"""Types of numbers that not all collectives take."""
+
 
 def check_ranks(backend):
     assert 0 <= backend.rank < backend.workers
@@ -73,6 +76,24 @@ def check_all_gather_gives_the_bits_of_all_replicas(backend):
         assert np.signbit(found.numpy()).tolist() == np.signbit(np.stack(expected)).tolist()
 
 
+def check_numbers_of_each_type_are_added_up_and_gathered(backend):
+    def of(replica, name):
+        numbers = tf.cast(tf.cast(replica, tf.int64) + [1, 3], name)
+        return numbers * tf.constant(1 + 2j, name) if numbers.dtype.is_complex else numbers
+
+    def in_replica():
+        own = [of(backend.replica(), name) for name in TYPES]
+        return backend.all_reduce([*own, own[-1][0]]), backend.all_gather(own)
+
+    (*sums, scalar), tables = backend.first(tf.function(lambda: backend.run(in_replica))())
+    for name, total, table in zip(TYPES, sums, tables, strict=True):
+        rows = np.stack([of(replica, name).numpy() for replica in range(backend.replicas)])
+        assert total.dtype == table.dtype == name
+        assert table.numpy().tolist() == rows.tolist()
+        assert total.numpy().tolist() == rows.sum(0).tolist()
+    assert scalar == sums[-1][0]
+
+
 def check_values_are_gathered_and_handed_out(backend):
     if backend.no_sharding():
         return  # no replica has a value of its own
@@ -86,6 +107,10 @@ def check_values_are_gathered_and_handed_out(backend):
     value = np.array([-0.0, np.nan, backend.rank], "float32") if backend.is_chief else None
     received = backend.broadcast_value(value, tf.TensorShape([3]), tf.float32)
     assert received.tobytes() == np.array([-0.0, np.nan, 0], "float32").tobytes()
+    with backend.scope():
+        short = tf.Variable(tf.zeros([2], tf.bfloat16))
+    backend.set_local_values(short, [np.full([2], first + own, "bfloat16") for own in range(backend.local_replicas)])
+    assert backend.gather_values(short).tolist() == [[replica] * 2 for replica in range(backend.replicas)]
 
 
 def check_compression_is_within_its_bound(backend):
@@ -206,6 +231,8 @@ def check_broadcast_gives_the_chiefs_bits(backend):
             np.array([backend.rank + 1, -5], "int32"),
             np.array(7 * (backend.rank + 1), "int64"),
             np.array([[0.1, backend.rank]], "float64"),
+            np.array([True, backend.is_chief]),
+            *(np.array([[2, 3 + backend.rank]]).astype(name) for name in TYPES),
         ]
         variables = [tf.Variable(value, trainable=False) for value in values]
         for variable, value in zip(variables, values, strict=True):
@@ -215,6 +242,8 @@ def check_broadcast_gives_the_chiefs_bits(backend):
     assert variables[1].numpy().tolist() == [1, -5]
     assert int(variables[2].numpy()) == 7
     assert variables[3].numpy().tolist() == [[0.1, 0.0]]
+    assert variables[4].numpy().tolist() == [True, True]
+    assert [variable.numpy().tolist() for variable in variables[5:]] == [[[2, 3]]] * len(TYPES)
     hashes = backend.fingerprints(variables)
     assert sorted(hashes) == list(range(backend.replicas))
     assert all(each == hashes[0] for each in hashes.values())

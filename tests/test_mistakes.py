@@ -1,11 +1,13 @@
 """The mistakes that users make first: each is one line with the fix, before the first step."""
 
 import re
+import warnings
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 
 from callbacks import Callback, EarlyStopping
 from loop import ArrayData, TrainTask, UsageError, fit
@@ -244,3 +246,48 @@ def test_a_step_may_call_compute_with_its_defaults_and_arguments_of_its_own(quie
 
     with pytest.raises(UsageError, match=r"the model takes inputs of shape \[5\]"):
         fit(Wide(), callbacks=quiet())
+
+
+class Texts(Task):
+    def build_model(self):
+        model = super().build_model()
+        module = tf.Module()
+        module.model = model
+        module.names = tf.Variable(["cat", "dog"], trainable=False, name="names")
+        return module
+
+    def compute(self, model, batch, training):
+        return super().compute(model.model, batch, training)
+
+
+def test_a_variable_of_texts_is_refused(quiet):
+    with pytest.raises(UsageError, match=r"the variable names of the model has the dtype string, .*StringLookup"):
+        fit(Texts(), callbacks=quiet())
+
+
+class Body(tf.Module):
+    def __init__(self, family, frozen):
+        super().__init__()
+        self.body, self.head = family.layers.Dense(4, name="body"), keras.layers.Dense(2)
+        self.body.trainable = not frozen
+
+    def __call__(self, inputs, training):
+        return self.head(self.body(inputs, training=training), training=training)
+
+
+class WithBody(Task):
+    def __init__(self, *arguments):
+        super().__init__()
+        self.arguments = arguments
+
+    def build_model(self):
+        return Body(*self.arguments)
+
+
+def test_a_frozen_layer_that_a_module_trains_is_named(quiet):
+    with pytest.warns(UserWarning, match=r"^body of Body has trainable=False, and is trained: the trainable_variables"):
+        fit(WithBody(tf_keras, True), callbacks=quiet())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*trainable=False")
+        fit(WithBody(tf_keras, False), callbacks=quiet())
+        fit(WithBody(keras, True), callbacks=quiet())

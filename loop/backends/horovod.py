@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.backends.devices import use_gpus
-from loop.backends.step_collectives import gathered_flat, of_one_dtype
+from loop.backends.step_collectives import gathered_flat, in_types
 from loop.errors import RegroupError, UsageError
 from loop.launch import rendezvous
 from loop.launch.environment import WORKER, horovod_meets_at, job_rank, job_size
@@ -22,6 +22,10 @@ from loop.launch.member import Member
 from loop.launch.worker import await_peers, is_peer_loss
 
 _BUFFER = "HOROVOD_FUSION_THRESHOLD"  # the size in bytes of a buffer that Horovod keeps; by default, 128 MiB
+_SUMMED = frozenset((tf.float16, tf.float32, tf.float64, tf.int32, tf.int64))
+"""The types that Horovod adds up."""
+_SENT = _SUMMED | {tf.uint8, tf.int8, tf.uint16, tf.int16, tf.bool}
+"""The types that Horovod gathers and broadcasts."""
 
 
 class Horovod(Backend):
@@ -54,18 +58,19 @@ class Horovod(Backend):
         self._reductions += 1
         with tf.name_scope(f"reduction_{self._reductions}"):
             tape = hvd.DistributedGradientTape(_TakenTape(), op=hvd.Sum, num_groups=1)
-            return of_one_dtype(lambda group: tape.gradient(group, group), tensors)
+            return in_types(lambda group: tape.gradient(group, group), tensors, _SUMMED)
 
     def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         def gather(flat: tf.Tensor) -> tf.Tensor:
             self._reductions += 1
             return hvd.allgather(flat, name=f"gathering_{self._reductions}")
 
-        return of_one_dtype(functools.partial(gathered_flat, gather), tensors)
+        return in_types(functools.partial(gathered_flat, gather), tensors, _SENT)
 
     def gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
         self._reductions += 1
-        return hvd.allgather(rows, name=f"gathering_{self._reductions}")
+        name = f"gathering_{self._reductions}"
+        return in_types(lambda group: [hvd.allgather(group[0], name=name)], [rows], _SENT)[0]
 
     def no_adasum(self) -> str:
         if not hvd.mpi_enabled():
@@ -85,11 +90,21 @@ class Horovod(Backend):
         return hvd.allreduce(tf.constant(array), op=hvd.Sum, name=f"host{array.size}").numpy()
 
     def gather_values(self, variable: tf.Variable) -> np.ndarray:
+        if variable.dtype not in _SENT:
+            return super().gather_values(variable)
         gathered: np.ndarray = hvd.allgather(variable.read_value()[None], name="gathering_on_host").numpy()
         return gathered
 
     def broadcast_variables(self, variables: Sequence[tf.Variable]) -> None:
-        hvd.broadcast_variables(variables, root_rank=0)
+        sent = [variable for variable in variables if variable.dtype in _SENT]
+        hvd.broadcast_variables(sent, root_rank=0)
+        for variable in variables:
+            if variable.dtype in _SENT:
+                continue
+            value = variable.numpy()
+            data = tf.constant(np.frombuffer(value.tobytes(), np.uint8))
+            received = hvd.broadcast(data, root_rank=0, name=f"bytes_{value.nbytes}").numpy()
+            variable.assign(received.view(value.dtype).reshape(value.shape))
 
     def close(self) -> None:
         hvd.shutdown()

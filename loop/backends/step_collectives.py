@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import ClassVar
 
 import tensorflow as tf
@@ -11,6 +11,13 @@ from loop.backends.host_collectives import HostCollectives
 
 ALONE = 1 << 20
 """The size in bytes from which a tensor is gathered by a collective of its own."""
+COLLECTIVE = frozenset((tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64))
+"""The types that TensorFlow's collectives add up. They gather all of these but bfloat16."""
+_WIDER = {
+    tf.bfloat16: tf.float32, tf.int8: tf.int32, tf.uint8: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32,
+    tf.uint32: tf.int64, tf.bool: tf.int32,
+}  # fmt: skip
+"""For types that a collective may not take: the type in which they are sent instead, which has all their values."""
 
 
 class StepCollectives(HostCollectives):
@@ -49,7 +56,10 @@ class StepCollectives(HostCollectives):
         replicas = tf.range(self.replicas, dtype=tf.int64)
         is_own_row = tf.equal(replicas, tf.cast(self.replica(), tf.int64))[:, None]
         # `where`, not a product: zero times infinity or NaN would be NaN in the rows of the other replicas.
-        tables = [tf.where(is_own_row, tensor, -tf.zeros_like(tensor)) for tensor in tensors]
+        tables = []
+        for tensor in tensors:
+            zeros = tf.zeros_like(tensor)
+            tables.append(tf.where(is_own_row, tensor, zeros if tensor.dtype.is_integer else -zeros))
         return self.all_reduce(tables)
 
     def gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
@@ -100,6 +110,40 @@ def of_one_dtype(reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]], tensors: 
     for group in groups.values():
         reduced |= zip(group, reduce(list(group.values())), strict=True)
     return _in_order(reduced)
+
+
+def in_types(
+    reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]], tensors: Sequence[tf.Tensor], types: Set[tf.DType]
+) -> list[tf.Tensor]:
+    """Calls `reduce` as `of_one_dtype` does, with tensors of the types that a collective takes.
+
+    Args:
+        reduce: a collective, which adds up or gathers.
+        tensors: the tensors, of any types of numbers.
+        types: the types that the collective takes. A tensor of another type is sent in one of these.
+    """
+    sent = []
+    for tensor in tensors:
+        sent.append(tensor if tensor.dtype in types else _sendable(tensor))
+    return list(map(_received, of_one_dtype(reduce, sent), tensors))
+
+
+def _sendable(tensor: tf.Tensor) -> tf.Tensor:
+    if tensor.dtype.is_complex:
+        parts = [tf.math.real(tensor), tf.math.imag(tensor)]
+        return tf.concat(parts, -1) if tensor.shape.rank else tf.stack(parts)
+    # The sum of the same bits as signed numbers has the same bits.
+    return tf.bitcast(tensor, tf.int64) if tensor.dtype == tf.uint64 else tf.cast(tensor, _WIDER[tensor.dtype])
+
+
+def _received(tensor: tf.Tensor, sent: tf.Tensor) -> tf.Tensor:
+    """What a collective has made of `_sendable(sent)`, in the type of `sent`."""
+    if tensor.dtype == sent.dtype:
+        return tensor
+    if sent.dtype.is_complex:
+        number = tf.complex(*tf.split(tensor, 2, axis=-1))
+        return number if sent.shape.rank else tf.reshape(number, [])
+    return tf.bitcast(tensor, sent.dtype) if sent.dtype == tf.uint64 else tf.cast(tensor, sent.dtype)
 
 
 def _in_order(by_index: dict[int, tf.Tensor]) -> list[tf.Tensor]:

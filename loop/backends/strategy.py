@@ -17,7 +17,8 @@ import tensorflow as tf
 
 from loop.backends.base import Backend, PerReplica, Sources, Variable, shared_value
 from loop.backends.devices import local_rank, logical_cpus, use_gpus
-from loop.backends.step_collectives import gathered_flat, of_one_dtype
+from loop.backends.initial_values import allow_any_type
+from loop.backends.step_collectives import COLLECTIVE, gathered_flat, in_types
 from loop.errors import UsageError
 from loop.launch import machine, stderr
 from loop.launch.environment import start_timeout, tf_cluster, tpu_name
@@ -56,7 +57,7 @@ class StrategyBackend(Backend):
         return tf.distribute.get_replica_context().replica_id_in_sync_group
 
     def all_reduce(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return of_one_dtype(self._reduce_flat, tensors)
+        return in_types(self._reduce_flat, tensors, COLLECTIVE)
 
     def _reduce_flat(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         reduce = tf.distribute.get_replica_context().all_reduce
@@ -75,7 +76,7 @@ class StrategyBackend(Backend):
         def gather(flat: tf.Tensor) -> tf.Tensor:
             return context.all_gather(flat, 0)
 
-        return of_one_dtype(functools.partial(gathered_flat, gather), tensors)
+        return in_types(functools.partial(gathered_flat, gather), tensors, COLLECTIVE - {tf.bfloat16})
 
     def assign(self, variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
         # Not `variable.assign`, which takes the mean over replicas of a variable of tf_keras.
@@ -224,7 +225,7 @@ class MultiWorker(StrategyBackend):
         options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
         try:
             with in_time():  # a peer may be lost now
-                self.strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+                self.strategy = allow_any_type(tf.distribute.MultiWorkerMirroredStrategy(communication_options=options))
         except RuntimeError as error:
             if "at program startup" not in str(error):
                 raise
@@ -237,8 +238,7 @@ class MultiWorker(StrategyBackend):
         with contextlib.suppress(ValueError):  # not the main thread
             # Undoes TensorFlow's own native handler of SIGTERM.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
-        resolver = self.strategy.cluster_resolver
-        cluster = resolver.cluster_spec().as_dict()
+        cluster = self.strategy.cluster_resolver.cluster_spec().as_dict()
         chiefs = len(cluster.get("chief", []))
         # Chiefs have the first ranks, as in `_meet`.
         self.rank = int(task["index"]) + (chiefs if task["type"] == "worker" else 0)

@@ -99,6 +99,14 @@ def all_variables(model: Model) -> list[Variable]:
     return _unique(variables + loose_variables(model))
 
 
+def made_variables(owner: tf.Module | keras.Layer | keras.metrics.Metric) -> list[Variable]:
+    """The variables that a model, a layer or a metric has so far."""
+    try:
+        return list(owner.variables)
+    except ValueError:  # a model of tf_keras says so if it is to make them when it is first called
+        return []
+
+
 def _unique(variables: Sequence[Variable]) -> list[Variable]:
     """Each variable once: the layers that a tf.Module holds may share some, as a model and its encoder do."""
     return list({id(variable): variable for variable in variables}.values())

@@ -30,6 +30,7 @@ from loop.model.variables import (
     variable_names,
 )
 from loop.monitor import fault_injection
+from loop.run.other_model import each_once, other_number
 from loop.run.phases import recorded_batch_size
 from loop.run.progress import Progress
 from loop.step.build import BuiltModel
@@ -371,10 +372,12 @@ def assign(variables: Mapping[str, Variable], tensors: Arrays) -> None:
         UsageError: there are more or fewer variables than stored tensors, or one has another shape or dtype.
     """
     own = Counter(map(_kind, variables))
+    if set(own) == {"model"} and len(tensors) > len(variables) == len(once := each_once(tensors)):
+        tensors = once  # shared weights, which training alone can't go on with: see `other_number`
     stored = Counter(map(_kind, tensors))
     for kind in own | stored:
         if own[kind] != stored[kind]:
-            raise UsageError(f"the checkpoint has {stored[kind]} {kind} variables, but the task builds {own[kind]}")
+            raise UsageError(other_number(kind, own[kind], split(tensors, f"{kind}/")[0]))
     # By position: the names that Keras gives depend on what else a process has built.
     for (name, variable), (other, value) in zip(variables.items(), tensors.items(), strict=True):
         if tuple(variable.shape) != value.shape or variable.dtype.as_numpy_dtype != value.dtype:

@@ -60,11 +60,15 @@ def reduced(
         return _all_reduced(backend, list(gradients), sums, groups)
     factor = 2.0 ** (headroom - 1).bit_length()
     # Divided in the gradient's own type: in 16 bits it may overflow before.
-    sent = [tf.cast(gradient / factor, wire) for gradient in gradients]
+    sent = []
+    for gradient in gradients:
+        # A complex number isn't compressed: there is no complex type of 16 bits.
+        sent.append(gradient if gradient.dtype.is_complex else tf.cast(gradient / factor, wire))
     received, sums = _all_reduced(backend, sent, sums, groups)
     # In the order in which they arrive, the last one first.
     for index in reversed(range(len(received))):
-        received[index] = tf.cast(received[index], gradients[index].dtype) * factor
+        if not gradients[index].dtype.is_complex:
+            received[index] = tf.cast(received[index], gradients[index].dtype) * factor
     return received, sums
 
 
@@ -91,8 +95,8 @@ def _all_reduced(
 def average(backend: Backend, variables: Sequence[tf.Variable]) -> None:
     """Within `run`: gives all replicas the chief's value plus the mean distance of all values to it.
 
-    So variables that are equal stay as they are, to the bit. Integers, such as an optimizer's counter, get the chief's
-    value.
+    So variables that are equal stay as they are, to the bit. Integers, such as an optimizer's counter, and truth values
+    get the chief's value.
     """
     is_chief = backend.replica() == 0
     values = read_values(variables)
@@ -102,14 +106,15 @@ def average(backend: Backend, variables: Sequence[tf.Variable]) -> None:
     chief_values = backend.all_reduce(contributions)
 
     # Distances instead of values: those of equal variables are 0, and their sum isn't rounded.
-    own_distances = []
-    for value, chief_value in zip(values, chief_values, strict=True):
-        # The difference of two equal infinities would be nan.
-        own_distances.append(tf.where(value == chief_value, tf.zeros_like(value), value - chief_value))
-    distances = backend.all_reduce(own_distances)
-    for variable, chief_value, distance in zip(variables, chief_values, distances, strict=True):
-        is_float = chief_value.dtype.is_floating
-        variable.assign(chief_value + distance / backend.replicas if is_float else chief_value)
+    own_distances = {}
+    for index, (value, chief_value) in enumerate(zip(values, chief_values, strict=True)):
+        if value.dtype.is_floating or value.dtype.is_complex:
+            # The difference of two equal infinities would be nan.
+            own_distances[index] = tf.where(value == chief_value, tf.zeros_like(value), value - chief_value)
+    distances = dict(zip(own_distances, backend.all_reduce(list(own_distances.values())), strict=True))
+    for index, (variable, chief_value) in enumerate(zip(variables, chief_values, strict=True)):
+        is_mean = index in distances
+        variable.assign(chief_value + distances[index] / backend.replicas if is_mean else chief_value)
 
 
 def split(sizes: Sequence[int], groups: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ from keras.src.backend.common import global_state
 from loop.backends.base import Backend
 from loop.data import RowCounts
 from loop.errors import UsageError
-from loop.model.variables import Layer, Variable, as_tf, sums_dtype
+from loop.model.variables import Layer, Variable, as_tf, made_variables, sums_dtype
 from loop.step.metric_sums import try_metrics
 from loop.step.replica import all_gathers, as_in_replica, probing
 from loop.step.values import Value, check, content
@@ -372,7 +372,7 @@ def held_by(owner: object) -> list[tf.Variable]:
             elif isinstance(value, keras.random.SeedGenerator):
                 variables.append(value.state)
             elif isinstance(value, tf.Module | keras.Layer | keras.metrics.Metric):
-                variables += value.variables
+                variables += made_variables(value)
     return as_tf(variables)
 
 

@@ -64,7 +64,8 @@ def are_finite(loss: tf.Tensor, gradients: Mapping[int, Gradient], trained: Sequ
     """
     sums = {}
     for index, gradient in gradients.items():
-        sums[index] = tf.reduce_sum(content(gradient))
+        total = tf.reduce_sum(content(gradient))
+        sums[index] = tf.abs(total) if total.dtype.is_complex else total  # a cast would lose the imaginary part
     checked = [loss]
     for index in trained:
         checked.append(tf.cast(sums[index], loss.dtype) if index in sums else tf.zeros_like(loss))

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.errors import UsageError
-from loop.model.variables import Layer, layers
+from loop.model.variables import Layer, is_legacy, layers, trainable_variables
 from loop.step.mistakes import ERRORS, explained
 from loop.task import Batch, Model, TrainTask, Values
 
@@ -55,6 +55,7 @@ def hinted(build: Callable[..., Built]) -> Callable[..., Built]:
         with given_for(task):
             built: Any = build(task, *arguments, **named)
         warn_of_training(task, built.model)
+        warn_of_frozen(built.model)
         return built
 
     return call
@@ -190,6 +191,24 @@ def warn_of_training(task: TrainTask, model: Model) -> None:
             f"compute() of {type(task).__name__} calls the model without `training`: {', '.join(affected[:3])} "
             f"{'does' if len(affected) == 1 else 'do'} while training what they do in an evaluation. Call "
             "model(inputs, training=training)",
+            stacklevel=2,
+        )
+
+
+def warn_of_frozen(model: Model) -> None:
+    """Warns of layers of `tf_keras` that are frozen, but trained: a plain tf.Module doesn't ask its layers."""
+    trained = set(map(id, trainable_variables(model)))
+    frozen = []
+    for layer in layers(model):
+        # Its own weights alone: a layer within it is judged by itself.
+        if is_legacy(layer) and not layer.trainable and trained.intersection(map(id, layer._trainable_weights)):
+            frozen.append(layer.name)
+    if frozen:
+        warnings.warn(
+            f"{', '.join(frozen[:3])} of {type(model).__name__} {'has' if len(frozen) == 1 else 'have'} "
+            f"trainable=False, and {'is' if len(frozen) == 1 else 'are'} trained: the trainable_variables of a "
+            "tf.Module hold all weights of layers of tf_keras. Return a tf_keras.Model; or let the module have a "
+            "property trainable_variables of its own, without these",
             stacklevel=2,
         )
 

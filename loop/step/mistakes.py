@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from loop.errors import UsageError, message_of
 from loop.launch.explain import place
-from loop.task import TrainTask
+from loop.model.variables import all_variables, as_tf, variable_names
+from loop.task import Model, TrainTask
 
 
 class Mistake(NamedTuple):
@@ -94,3 +95,14 @@ def check_optimizer_is_given(task: TrainTask, optimizer: object, model: object) 
             f"build_optimizer() of {type(task).__name__} returned None, and the model is compiled, which only Keras's "
             "fit uses: return the optimizer from build_optimizer(); or take loop.KerasTask.from_compiled(...)"
         )
+
+
+def check_no_texts(model: Model) -> None:
+    """Refuses a variable of texts, which a checkpoint can't hold, and no worker can send to another one."""
+    variables = all_variables(model)
+    for name, variable in zip(variable_names(variables), as_tf(variables), strict=True):
+        if variable.dtype == tf.string:
+            raise UsageError(
+                f"the variable {name} of the model has the dtype string, and checkpoints hold numbers alone: keep "
+                "texts in a tf.constant, or in a lookup layer such as keras.layers.StringLookup"
+            )

@@ -121,7 +121,7 @@ class Replica:
         return result
 
     def _summed(self, tensor: tf.Tensor) -> tf.Tensor:
-        if not tensor.dtype.is_floating:  # there is no gradient of integers
+        if tensor.dtype.is_integer:  # there is no gradient of integers
             return self.backend.all_reduce([tensor])[0]
 
         @tf.custom_gradient

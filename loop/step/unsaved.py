@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps_utils  # there is no public way to ask what a graph changes
 
-from loop.model.variables import Variable, as_tf, layers
+from loop.model.variables import Variable, as_tf, layers, made_variables
 from loop.step.example_trace import global_seeds, held_by, members
 from loop.task import Model, TrainTask
 
@@ -88,7 +88,7 @@ def _trainable(attribute: object) -> list[tf.Variable]:
     variables: list[Variable] = []
     for value in members(attribute):
         if isinstance(value, tf.Module | keras.Layer):
-            variables += value.trainable_variables
+            variables += value.trainable_variables if made_variables(value) else []
         elif isinstance(value, tf.Variable | keras.Variable) and value.trainable:
             variables.append(value)
     return [variable for variable in as_tf(variables) if variable.dtype.is_floating]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from benchmarks import scaling
 from loop import UsageError, fit
 from loop.backends import create
-from loop.step.communication import check, reduced, split
+from loop.step.communication import average, check, reduced, split
+from loop.step.gradients import are_finite
 from tests.exactness import SETTINGS, by_hand, largest_difference, trained, weights_of
 from tests.tasks import Plain
 
@@ -101,3 +102,30 @@ def test_the_fit_finds_latency_and_bandwidth_again(network):
     cases = [(p, size) for p in scaling.PROCESSES for size in scaling.FITTED]
     found = scaling.fit([(p, size, scaling.ring(p, size, network)) for p, size in cases])
     np.testing.assert_allclose([found.alpha, found.beta], [network.alpha, network.beta], rtol=1e-6)
+
+
+def test_complex_gradients_keep_their_imaginary_parts():
+    backend = create("mirrored", 2)
+
+    def in_replica():
+        own = [tf.constant([1 + 2j, 3 - 4j]), tf.constant([0.5])]
+        gradients, _ = reduced(backend, own, tf.ones([1]), compression="fp16", headroom=8)
+        return gradients
+
+    number, real = backend.first(tf.function(lambda: backend.run(in_replica))())
+    assert number.numpy().tolist() == [2 + 4j, 6 - 8j]
+    assert real.numpy().tolist() == [1.0]
+    finite = are_finite(tf.constant(1.0), {0: number, 1: tf.constant([complex(0, np.nan)])}, [0, 1])
+    assert finite.numpy().tolist() == [True, True, False]
+
+
+def test_averages_of_complex_and_of_truth_values():
+    backend = create("mirrored", 2)
+    with backend.scope():
+        number = tf.Variable([0j], trainable=False)
+        truth = tf.Variable([False], trainable=False)
+    backend.set_local_values(number, [np.array([2 + 4j], "complex64"), np.array([4 + 0j], "complex64")])
+    backend.set_local_values(truth, [np.array([True]), np.array([False])])
+    tf.function(lambda: backend.run(lambda variables: average(backend, variables), [number, truth]))()
+    assert np.stack(backend.local_values(number)).tolist() == [[3 + 2j]] * 2
+    assert np.stack(backend.local_values(truth)).tolist() == [[True]] * 2

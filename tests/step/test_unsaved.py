@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 
 from loop import ArrayData, TrainTask, backends, fit
 
@@ -221,3 +222,12 @@ def test_on_several_replicas_the_variables_of_all_are_known(quiet):
     fit(InTheModel(), callbacks=quiet(), batch_size=8, backend=backends.create("mirrored", 2))
     with pytest.warns(UserWarning, match=re.escape("Counting.calls, which no checkpoint has")):
         fit(InALayer(), callbacks=quiet(), batch_size=8, backend=backends.create("mirrored", 2))
+
+
+class HoldsAModelToCome(Task):
+    def __init__(self):
+        self.spare = tf_keras.Sequential([tf_keras.layers.Dense(2)])  # neither built nor called
+
+
+def test_a_task_may_hold_a_model_that_has_no_variables_yet(quiet):
+    assert fit(HoldsAModelToCome(), callbacks=quiet()).steps == 1

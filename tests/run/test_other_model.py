@@ -1,0 +1,47 @@
+"""Checkpoints of versions that took a weight which layers share for several ones."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from loop import ArrayData, TrainTask, UsageError, evaluate, fit
+from loop.model import variables
+
+INPUTS = np.random.default_rng(0).normal(size=(20, 3)).astype("float32")
+
+
+class Shared(tf.Module):
+    def __init__(self):
+        super().__init__()
+        inputs = keras.Input((3,))
+        code = keras.layers.Dense(2)(inputs)
+        self.encoder = keras.Model(inputs, code)
+        self.whole = keras.Model(inputs, keras.layers.Dense(1)(code))
+
+
+class Task(TrainTask):
+    def build_model(self):
+        return Shared()
+
+    def build_optimizer(self):
+        return keras.optimizers.SGD(0.1)
+
+    def train_data(self):
+        return ArrayData(INPUTS)
+
+    eval_data = train_data
+
+    def compute(self, model, batch, training):
+        return {"loss": tf.square(model.whole(batch, training=training)[:, 0] - 1)}
+
+
+def test_shared_weights_of_an_earlier_version(quiet, tmp_path, monkeypatch):
+    with monkeypatch.context() as earlier:
+        earlier.setattr(variables, "_unique", list)
+        before = fit(Task(), run_dir=tmp_path, callbacks=quiet())
+    with pytest.raises(
+        UsageError, match=r"has 6 model .* builds 4: it is of a version .* or start a new run in another"
+    ):
+        fit(Task(), epochs=2, run_dir=tmp_path, callbacks=quiet())
+    assert evaluate(Task(), tmp_path)["eval_loss"] == pytest.approx(before.metrics["eval_loss"])
