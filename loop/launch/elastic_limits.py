@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 from loop.errors import UsageError
+from loop.launch.backend_choice import MOST_WORKERS
 from loop.launch.environment import WORKER, job_size
 
 
@@ -62,9 +63,12 @@ def _check_discovery(script: Path, hosts: str | None) -> None:
 
 
 def _numbers(text: str) -> tuple[int, int]:
-    if not re.fullmatch(r"\d+:\d+", text, re.ASCII):
+    # At most 9 digits: Python itself refuses to read a number of thousands.
+    if not re.fullmatch(r"\d{1,9}:\d{1,9}", text, re.ASCII):
         raise UsageError(f"--elastic {text}: give the least and the greatest number of workers, such as 1:4")
     low, high = map(int, text.split(":"))
+    if high > MOST_WORKERS:
+        raise UsageError(f"--elastic {text}: give at most {MOST_WORKERS} workers")
     if low < 1:
         raise UsageError(f"--elastic {text}: a job needs at least 1 worker")
     if low > high:

@@ -261,7 +261,8 @@ def meeting_place(interface: str | None, reached: str | None = None) -> tuple[st
 
 def resolve(name: str) -> str | None:
     """The address of this machine that a name resolves to, as Gloo finds it; None if it is no name of this machine."""
-    with contextlib.suppress(OSError):  # the name can't be resolved
+    # The name can't be resolved. A UnicodeError: it is no host name, such as one with two dots side by side.
+    with contextlib.suppress(OSError, UnicodeError):
         for family, kind, protocol, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.bind(address)  # fails unless the address belongs to this machine

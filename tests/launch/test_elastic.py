@@ -90,6 +90,8 @@ def test_a_death_while_the_others_connect_has_the_job_start_anew(tmp_path, monke
         ("0:2", "auto", None, "--elastic 0:2: a job needs at least 1"),
         ("3:2", "auto", None, "--elastic 3:2: MIN is greater than MAX"),
         ("2:3", "auto", 4, "--workers 4 with --elastic 2:3: give a number from 2 to 3"),
+        ("1:1025", "auto", None, "--elastic 1:1025: give at most 1024 workers"),
+        ("1:" + "1" * 5000, "auto", None, "--elastic 1:1+: give the least and the greatest"),
         ("1:2", "mirrored", 2, "--elastic 1:2 with --backend mirrored"),
     ],
 )

@@ -332,6 +332,7 @@ def test_hosts_are_read(places):
         (["--hosts", "a:2,,b"], "--hosts a:2,,b: '' can't be read: give name:workers"),
         (["--hosts", "a:2,-oProxyCommand=x:1"], "'-oProxyCommand=x:1' can't be read"),
         (["--hosts", "a:0,b:2"], "'a:0' can't be read"),
+        (["--hosts", "a:2,b:" + "1" * 5000], f"'b:{'1' * 5000}' can't be read"),
         (["--hosts", "a:1,a:1"], "a is there twice"),
         (["--hosts", "a"], "that is one worker in all"),
         (["--hosts", "a:2", "--workers", "3"], "--workers 3, but --hosts a:2 has 2"),
@@ -364,6 +365,11 @@ def test_what_is_no_ssh(ssh, message, monkeypatch):
         ssh_.open_agent("h1", None)
     monkeypatch.setenv("TFLOOP_SSH", "")
     assert ssh_.command("h1", "python")[:2] == ["ssh", "-T"]
+
+
+def test_a_name_that_is_no_host_name_is_none_of_this_machine():
+    """Python's error for two dots side by side isn't the one for a name that is unknown."""
+    assert host_agent.resolve("a..b") is None
 
 
 def test_hosts_that_cannot_take_part_are_named_each_with_its_reason(hosts, tmp_path):
