@@ -146,7 +146,8 @@ def reporting() -> Iterator[Reporter]:
         }
         write_text(Path(job) / f"rank-{worker_name()}.json", json.dumps(message))
 
-    if job_size() is not None:  # of an outside launcher, too: see `forget_inherited_job`
+    # Of an outside launcher, too, and of a job with one worker, which has no size: see `forget_inherited_job`.
+    if job is not None or job_size() is not None:
         os.environ[OWNER] = str(os.getpid())
     if job is not None:
         # By default, SIGUSR1 kills a process. It is ignored until the run has its own handler.
