@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from loop import UsageError
 from loop.launch import host_agent, schedulers
 from loop.launch import ssh as ssh_
 from loop.launch.host_slots import read_hosts
+from loop.launch.hosts import Cluster, Host
 from tests import launchers
 from tests.campaigns.elastic import OPTIONS, TASK
 from tests.conftest import ROOT, TFLOOP, needs_horovod
@@ -397,6 +399,52 @@ def test_hosts_that_cannot_take_part_are_named_each_with_its_reason(hosts, tmp_p
     assert re.search(r"10\.79\.0\.9: can't be reached: ", line)
     assert f"error: {THERE}" in line  # nothing is said of this one
     wait_for(lambda: not hosts.processes(1))
+
+
+def host_that_prints(code):
+    """A host whose agent is this program."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return Host("localhost", 1, subprocess.Popen([sys.executable, "-c", code], **pipes))
+
+
+def closed(host):
+    for thread in host.threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    for stream in (host.process.stdin, host.process.stdout, host.process.stderr):
+        with contextlib.suppress(OSError):  # what was not sent to a program that has ended
+            stream.close()
+
+
+def test_a_connection_that_ends_within_a_message_is_a_lost_host():
+    """Its thread failed, and the host was lost after 20 seconds, with another reason."""
+    host = host_that_prints(f"print({host_agent.MARK!r} + '{{\"line\": \"cut', end='')")
+    closed(host)
+    assert host.lost == "can't be reached: exit code 0"
+
+
+def test_a_host_is_not_silent_while_its_line_waits_for_stderr(monkeypatch):
+    """A pager that was not read on for 20 seconds ended the job."""
+    monkeypatch.setattr(host_agent, "SILENCE", 0.05)
+    monkeypatch.setattr(host_agent, "BEAT", 0.05)
+    shows, goes_on = threading.Event(), threading.Event()
+    host = host_that_prints(f'input(); print({host_agent.MARK!r} + \'{{"line": "", "rank": 0}}\', flush=True); input()')
+    host._show = lambda line, source: shows.set() or goes_on.wait(60)
+    host.answered.set()
+    host.heard = float("inf")  # it starts
+    cluster = Cluster([host])
+    watching = threading.Thread(target=cluster.watch)
+    watching.start()  # its first sign of life is the first line that the program reads
+    try:
+        assert shows.wait(60)
+        time.sleep(10 * host_agent.SILENCE)
+        assert host.lost == ""
+    finally:
+        cluster._closed.set()
+        watching.join()
+        goes_on.set()
+        host.process.kill()
+        closed(host)
 
 
 def test_an_agent_runs_workers_and_ends_them_when_its_launcher_is_gone(tmp_path):
