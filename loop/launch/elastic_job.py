@@ -11,6 +11,7 @@ rendezvous is bound to loopback, or to the address where the hosts meet.
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 from collections import Counter
@@ -154,9 +155,15 @@ class ElasticJob(Job):
         code = worker.process.returncode or 0
         # By its place, too: a worker that ends with 0 by itself is lost like any other.
         was_sent_away = not code and 0 <= worker.place < self._plan.generation
-        if self._over_by < _GOES_ON or self.stops or was_sent_away:
-            return
         how = exit_text(code)
+        if self.stops:
+            # None is left that could save the run. Those that have ended by the signal had nothing to save yet.
+            is_last = not self._workers.running and not self._reports
+            if is_last and code not in (PREEMPTED, -signal.SIGTERM) and not was_sent_away and not self.problem:
+                self.problem = f"{worker} is gone: {how}: the run isn't saved; its last checkpoint is as it was"
+            return
+        if self._over_by < _GOES_ON or was_sent_away:
+            return
         if worker.host is not None and worker.host.lost:
             how = f"host {worker.host.name} is gone: {worker.host.lost}"
         self._print(f"{worker} is gone: {how}")

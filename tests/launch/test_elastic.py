@@ -1,13 +1,18 @@
 """Elastic jobs: real workers that are killed, and come back; and what is refused."""
 
+import os
 import re
+import signal
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 import callbacks
 from callbacks.example_log import ExampleLog, differences, used
 from loop import UsageError, fit
+from loop.launch import elastic_job, elastic_workers
 from loop.launch.elastic_limits import Limits, discovered_slots, read_limits
 from loop.target import task_loader
 from tests.campaigns import elastic as campaign
@@ -81,6 +86,37 @@ def test_a_death_while_the_others_connect_has_the_job_start_anew(tmp_path, monke
     assert re.search(
         "elastic: worker 0 (still waits in Horovod for one that is gone|is gone: killed by signal 6)", said
     )
+
+
+IGNORES = (
+    "import pathlib, signal, time; signal.signal(15, signal.SIG_IGN); pathlib.Path('ready').touch(); time.sleep(99)"
+)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 1), (signal.SIGTERM, 75)])
+def test_a_job_whose_workers_die_while_they_stop_has_not_saved(number, code, tmp_path, monkeypatch):
+    """It ended with 75, as one that has saved. A worker that dies of the signal itself had nothing to save yet."""
+    monkeypatch.chdir(tmp_path)
+    ignores = IGNORES if number == signal.SIGKILL else IGNORES.replace("SIG_IGN", "SIG_DFL")
+    monkeypatch.setattr(elastic_workers, "worker_command", lambda arguments: [sys.executable, "-c", ignores])
+    job = elastic_job.ElasticJob(Limits(1, 1), 1, tmp_path, dict(os.environ), (), None)
+    try:
+        while not Path("ready").exists():
+            assert job._advance()
+            time.sleep(0.01)
+        [worker] = job.running()
+        job.hear(signal.SIGTERM, None)
+        worker.process.send_signal(number)
+        while job._advance():
+            time.sleep(0.01)
+    finally:
+        job.kill()
+    job.output.join()
+    with worker.process:
+        outcome = job.outcome()
+    assert outcome.code == code
+    lost = "worker 0 is gone: killed by signal 9 (Killed): the run isn't saved; its last checkpoint is as it was"
+    assert outcome.error == (lost if code == 1 else "")
 
 
 @pytest.mark.parametrize(
