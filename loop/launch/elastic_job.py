@@ -15,13 +15,13 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from callbacks.files import read_json
 from loop.errors import PREEMPTED, UsageError
-from loop.launch import machine
+from loop.launch import machine, signals
 from loop.launch.elastic_limits import Limits, discovered_slots
 from loop.launch.elastic_plan import Plan
 from loop.launch.elastic_workers import ElasticWorker, ElasticWorkers
@@ -83,9 +83,7 @@ class ElasticJob(Job):
 
     def run(self) -> None:
         """Starts and watches the workers until the job is over."""
-        if self._limits.discovery is not None:
-            threading.Thread(target=self._discover, args=(self._limits.discovery,), daemon=True).start()
-        with self._rendezvous:  # closed only at the end, with the servers of all generations
+        with self._discovering(), self._rendezvous:  # closed only at the end, with the servers of all generations
             while self._advance():
                 time.sleep(0.05)
         if self._cluster is not None:
@@ -277,15 +275,32 @@ class ElasticJob(Job):
     def _print(self, text: str) -> None:
         self.output.line(f"elastic: {text}")
 
-    def _discover(self, script: Path) -> None:
+    @contextlib.contextmanager
+    def _discovering(self) -> Iterator[None]:
+        """Within it, a thread runs the discovery script, if there is one. A script that runs at the end is killed."""
+        if self._limits.discovery is None:
+            yield
+            return
+        over = threading.Event()
+        thread = threading.Thread(target=self._discover, args=(self._limits.discovery, over), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            end_by = time.monotonic() + _GRACE  # it may wait for stderr
+            while thread.is_alive() and time.monotonic() < end_by:
+                signals.end_groups()  # again: the thread may have been about to start the script
+                thread.join(0.1)
+
+    def _discover(self, script: Path, over: threading.Event) -> None:
         """Asks the script every second how many workers this machine has room for."""
         printed = ""  # the newest error, which is printed once
-        while True:
-            time.sleep(1.0)
+        while not over.wait(1.0):
             try:
                 slots = discovered_slots(script)
             except UsageError as error:
-                if str(error) != printed:
+                if str(error) != printed and not over.is_set():
                     printed = str(error)
                     self._print(f"warning: {printed}")
                 continue

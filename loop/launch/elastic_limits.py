@@ -9,9 +9,13 @@ import socket
 import subprocess
 from pathlib import Path
 
+from callbacks.run_record.redaction import mask
 from loop.errors import UsageError
+from loop.launch import signals
 from loop.launch.backend_choice import MOST_WORKERS
 from loop.launch.environment import WORKER, job_size
+
+_PATIENCE = 30.0  # seconds that a discovery script has
 
 
 @dataclasses.dataclass
@@ -82,21 +86,46 @@ def discovered_slots(script: Path) -> int:
     Raises:
         UsageError: the script fails, or prints something else.
     """
-    try:
-        # By its whole path: a name without a slash would be looked for on PATH.
-        done = subprocess.run([script.absolute()], capture_output=True, text=True, timeout=30, check=True)
-    except OSError as error:
-        raise UsageError(
-            f"--discovery {script} can't be run ({error.strerror}): is its first line such as #!/bin/sh?"
-        ) from None
-    except subprocess.SubprocessError as error:
-        raise UsageError(f"--discovery {script}: {error}") from None
     slots = 0
-    for line in done.stdout.split():
+    for line in _printed(script).split():
         host, _, count = line.partition(":")  # the form of Horovod's --host-discovery-script
-        if host not in ("localhost", "127.0.0.1", socket.gethostname()) or not (count or "1").isdecimal():
+        is_count = re.fullmatch(r"\d{1,9}", count or "1", re.ASCII)
+        if host not in ("localhost", "127.0.0.1", socket.gethostname()) or not is_count:
             raise UsageError(
                 f"--discovery {script} printed {line!r}: give localhost:SLOTS; elastic workers run on this machine"
             )
         slots += int(count or 1)
     return slots
+
+
+def _printed(script: Path) -> str:
+    """What the script prints. One that hangs is killed, with all that it has started.
+
+    Raises:
+        UsageError: it can't be run, fails, or hangs.
+    """
+    try:
+        # By its whole path: a name without a slash would be looked for on PATH. In a session of its own: Ctrl-C
+        # reaches the launcher alone, and the script's own processes can be killed with it.
+        process = subprocess.Popen(
+            [script.absolute()], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise UsageError(
+            f"--discovery {script} can't be run ({error.strerror}): is its first line such as #!/bin/sh?"
+        ) from None
+    with process, signals.ended_with_us(process):
+        try:
+            out, errors = process.communicate(timeout=_PATIENCE)
+        except subprocess.TimeoutExpired:
+            raise UsageError(
+                f"--discovery {script} has not ended within {_PATIENCE:g} s: it must print localhost:SLOTS, and end"
+            ) from None
+    if process.returncode:
+        said = mask(" ".join(errors.decode(errors="replace").split())[-200:])
+        raise UsageError(
+            f"--discovery {script} has failed with exit status {process.returncode} ({said or 'it printed no error'}): "
+            "it must print localhost:SLOTS, and end with 0"
+        )
+    return out.decode(errors="replace")

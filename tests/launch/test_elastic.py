@@ -1,5 +1,6 @@
 """Elastic jobs: real workers that are killed, and come back; and what is refused."""
 
+import contextlib
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ import pytest
 import callbacks
 from callbacks.example_log import ExampleLog, differences, used
 from loop import UsageError, fit
-from loop.launch import elastic_job, elastic_workers
+from loop.launch import elastic_job, elastic_limits, elastic_workers
 from loop.launch.elastic_limits import Limits, discovered_slots, read_limits
 from loop.target import task_loader
 from tests.campaigns import elastic as campaign
@@ -148,7 +149,31 @@ def test_discovery(tmp_path):
     with pytest.raises(UsageError, match=r"printed 'elsewhere:2': give localhost:SLOTS"):
         discovered_slots(script)
     script.write_text("#!/bin/false\n")
-    with pytest.raises(UsageError, match=r"--discovery .*discover.sh: .*exit status 1"):
+    with pytest.raises(
+        UsageError, match=r"--discovery .*discover.sh has failed with exit status 1 .it printed no error"
+    ):
         discovered_slots(script)
+    for text in ("localhost:" + "9" * 5000, "localhost:\udcff", "localhost:-1"):  # which Python can't read as a number
+        script.write_text(f"#!/bin/sh\nprintf '%s' '{text}'\n", errors="surrogateescape")
+        with pytest.raises(UsageError, match=r"printed 'localhost:.*': give localhost:SLOTS"):
+            discovered_slots(script)
     with pytest.raises(UsageError, match=r"--discovery .* without --elastic"):
         read_limits(None, script, "auto", None)
+
+
+def test_a_discovery_script_that_hangs_leaves_nothing_behind(tmp_path, monkeypatch):
+    """What it had started stayed, also at the end of the launcher."""
+    script = tmp_path / "discover.sh"
+    script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {tmp_path}/new && mv {tmp_path}/new {tmp_path}/child\nwait\n")
+    script.chmod(0o755)
+    with monkeypatch.context() as patched:
+        patched.setattr(elastic_limits, "_PATIENCE", 0.01)
+        with pytest.raises(UsageError, match=r"discover.sh has not ended within 0.01 s: it must print localhost:SLOTS"):
+            discovered_slots(script)
+    job = elastic_job.ElasticJob(Limits(1, 1, script), 1, tmp_path, dict(os.environ), (), None)
+    with job._discovering():
+        while not (tmp_path / "child").exists():
+            time.sleep(0.01)
+    status = Path("/proc", (tmp_path / "child").read_text().strip(), "status")
+    with contextlib.suppress(FileNotFoundError):
+        assert "State:\tZ" in status.read_text()
