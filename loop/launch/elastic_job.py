@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from callbacks.files import read_json
-from loop.errors import PREEMPTED, UsageError
-from loop.launch import machine, signals
-from loop.launch.elastic_limits import Limits, discovered_slots
+from loop.errors import PREEMPTED
+from loop.launch import machine
+from loop.launch.elastic_limits import Limits, discovered_slots, discovering
 from loop.launch.elastic_plan import Plan
 from loop.launch.elastic_workers import ElasticWorker, ElasticWorkers
 from loop.launch.environment import start_timeout
@@ -83,7 +82,13 @@ class ElasticJob(Job):
 
     def run(self) -> None:
         """Starts and watches the workers until the job is over."""
-        with self._discovering(), self._rendezvous:  # closed only at the end, with the servers of all generations
+
+        def take(slots: int) -> None:
+            self._workers.wanted = max(self._limits.low, min(self._limits.high, slots))
+
+        script = self._limits.discovery
+        discovery = contextlib.nullcontext() if script is None else discovering(script, take, self._print)
+        with discovery, self._rendezvous:  # closed only at the end, with the servers of all generations
             while self._advance():
                 time.sleep(0.05)
         if self._cluster is not None:
@@ -153,14 +158,12 @@ class ElasticJob(Job):
         code = worker.process.returncode or 0
         # By its place, too: a worker that ends with 0 by itself is lost like any other.
         was_sent_away = not code and 0 <= worker.place < self._plan.generation
+        if was_sent_away:
+            return
         how = exit_text(code)
         if self.stops:
-            # None is left that could save the run. Those that have ended by the signal had nothing to save yet.
-            is_last = not self._workers.running and not self._reports
-            if is_last and code not in (PREEMPTED, -signal.SIGTERM) and not was_sent_away and not self.problem:
-                self.problem = f"{worker} is gone: {how}: the run isn't saved; its last checkpoint is as it was"
-            return
-        if self._over_by < _GOES_ON or was_sent_away:
+            self._note_unsaved(worker, code, how)
+        if self._over_by < _GOES_ON or self.stops:
             return
         if worker.host is not None and worker.host.lost:
             how = f"host {worker.host.name} is gone: {worker.host.lost}"
@@ -170,6 +173,13 @@ class ElasticJob(Job):
         if worker.place >= 0:
             self._plan.note_event("worker_gone", worker, how=how)
         self._workers.pause()
+
+    def _note_unsaved(self, worker: ElasticWorker, code: int, how: str) -> None:
+        """Notes the loss of a worker after a signal, if none is left that could save the run."""
+        is_last = not self._workers.running and not self._reports
+        # Workers that the signal itself has ended had nothing to save yet.
+        if is_last and code not in (PREEMPTED, -signal.SIGTERM) and not self.problem:
+            self.problem = f"{worker} is gone: {how}: the run isn't saved; its last checkpoint is as it was"
 
     def _take_report(self, worker: ElasticWorker, report: Report) -> None:
         if report["error"]:
@@ -274,37 +284,6 @@ class ElasticJob(Job):
 
     def _print(self, text: str) -> None:
         self.output.line(f"elastic: {text}")
-
-    @contextlib.contextmanager
-    def _discovering(self) -> Iterator[None]:
-        """Within it, a thread runs the discovery script, if there is one. A script that runs at the end is killed."""
-        if self._limits.discovery is None:
-            yield
-            return
-        over = threading.Event()
-        thread = threading.Thread(target=self._discover, args=(self._limits.discovery, over), daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            end_by = time.monotonic() + _GRACE  # it may wait for stderr
-            while thread.is_alive() and time.monotonic() < end_by:
-                signals.end_groups()  # again: the thread may have been about to start the script
-                thread.join(0.1)
-
-    def _discover(self, script: Path, over: threading.Event) -> None:
-        """Asks the script every second how many workers this machine has room for."""
-        printed = ""  # the newest error, which is printed once
-        while not over.wait(1.0):
-            try:
-                slots = discovered_slots(script)
-            except UsageError as error:
-                if str(error) != printed and not over.is_set():
-                    printed = str(error)
-                    self._print(f"warning: {printed}")
-                continue
-            self._workers.wanted = max(self._limits.low, min(self._limits.high, slots))
 
     def _noted(self, worker: ElasticWorker, what: str) -> int:
         """The generation that a worker has written into its file of this kind; -1: there is no such file."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
 import socket
 import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from callbacks.run_record.redaction import mask
@@ -16,6 +20,7 @@ from loop.launch.backend_choice import MOST_WORKERS
 from loop.launch.environment import WORKER, job_size
 
 _PATIENCE = 30.0  # seconds that a discovery script has
+_END_GRACE = 10.0  # seconds that its thread has at the end: it may wait for stderr
 
 
 @dataclasses.dataclass
@@ -78,6 +83,40 @@ def _numbers(text: str) -> tuple[int, int]:
     if low > high:
         raise UsageError(f"--elastic {text}: MIN is greater than MAX: give {high}:{low}")
     return low, high
+
+
+@contextlib.contextmanager
+def discovering(script: Path, take: Callable[[int], None], say: Callable[[str], None]) -> Iterator[None]:
+    """Within it, a thread runs the script every second. A script that runs at the end is killed.
+
+    Args:
+        script: the script.
+        take: takes how many workers this machine has room for.
+        say: prints a line; it takes the script's errors.
+    """
+    over = threading.Event()
+    thread = threading.Thread(target=_discover, args=(script, take, say, over), name="discovery", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        end_by = time.monotonic() + _END_GRACE
+        while thread.is_alive() and time.monotonic() < end_by:
+            signals.end_groups()  # again: the thread may have been about to start the script
+            thread.join(0.1)
+
+
+def _discover(script: Path, take: Callable[[int], None], say: Callable[[str], None], over: threading.Event) -> None:
+    """See `discovering`."""
+    printed = ""  # the newest error, which is printed once
+    while not over.wait(1.0):
+        try:
+            take(discovered_slots(script))
+        except UsageError as error:
+            if str(error) != printed and not over.is_set():
+                printed = str(error)
+                say(f"warning: {printed}")
 
 
 def discovered_slots(script: Path) -> int:
