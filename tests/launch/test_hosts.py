@@ -447,6 +447,20 @@ def test_a_host_is_not_silent_while_its_line_waits_for_stderr(monkeypatch):
         closed(host)
 
 
+def test_an_agent_waits_for_its_first_message_until_the_launcher_has_started_all(tmp_path):
+    """With names that took long to resolve, the agents of the first hosts had given up when they were asked."""
+    code = (
+        "from loop.launch import host_agent\nhost_agent.SILENCE = 0.05\nprint('waits', flush=True)\nhost_agent.main()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes) as process:
+        assert process.stdout.readline() == b"waits\n"
+        time.sleep(0.5)
+        ask = {"directory": str(tmp_path), "files": [], "interface": None, "slots": 1}
+        out, _ = process.communicate(json.dumps({"ask": ask}).encode() + b"\n", timeout=240)
+    assert b'"answer"' in out
+
+
 def test_an_agent_runs_workers_and_ends_them_when_its_launcher_is_gone(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "loop.launch.host_agent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
