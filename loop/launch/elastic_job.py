@@ -11,7 +11,7 @@ rendezvous is bound to loopback, or to the address where the hosts meet.
 from __future__ import annotations
 
 import contextlib
-import threading
+import signal
 import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from callbacks.files import read_json
-from loop.errors import PREEMPTED, UsageError
+from loop.errors import PREEMPTED
 from loop.launch import machine
-from loop.launch.elastic_limits import Limits, discovered_slots
+from loop.launch.elastic_limits import Limits, discovered_slots, discovering
 from loop.launch.elastic_plan import Plan
 from loop.launch.elastic_workers import ElasticWorker, ElasticWorkers
 from loop.launch.environment import start_timeout
@@ -82,9 +82,13 @@ class ElasticJob(Job):
 
     def run(self) -> None:
         """Starts and watches the workers until the job is over."""
-        if self._limits.discovery is not None:
-            threading.Thread(target=self._discover, args=(self._limits.discovery,), daemon=True).start()
-        with self._rendezvous:  # closed only at the end, with the servers of all generations
+
+        def take(slots: int) -> None:
+            self._workers.wanted = max(self._limits.low, min(self._limits.high, slots))
+
+        script = self._limits.discovery
+        discovery = contextlib.nullcontext() if script is None else discovering(script, take, self._print)
+        with discovery, self._rendezvous:  # closed only at the end, with the servers of all generations
             while self._advance():
                 time.sleep(0.05)
         if self._cluster is not None:
@@ -154,9 +158,13 @@ class ElasticJob(Job):
         code = worker.process.returncode or 0
         # By its place, too: a worker that ends with 0 by itself is lost like any other.
         was_sent_away = not code and 0 <= worker.place < self._plan.generation
-        if self._over_by < _GOES_ON or self.stops or was_sent_away:
+        if was_sent_away:
             return
         how = exit_text(code)
+        if self.stops:
+            self._note_unsaved(worker, code, how)
+        if self._over_by < _GOES_ON or self.stops:
+            return
         if worker.host is not None and worker.host.lost:
             how = f"host {worker.host.name} is gone: {worker.host.lost}"
         self._print(f"{worker} is gone: {how}")
@@ -165,6 +173,13 @@ class ElasticJob(Job):
         if worker.place >= 0:
             self._plan.note_event("worker_gone", worker, how=how)
         self._workers.pause()
+
+    def _note_unsaved(self, worker: ElasticWorker, code: int, how: str) -> None:
+        """Notes the loss of a worker after a signal, if none is left that could save the run."""
+        is_last = not self._workers.running and not self._reports
+        # Workers that the signal itself has ended had nothing to save yet.
+        if is_last and code not in (PREEMPTED, -signal.SIGTERM) and not self.problem:
+            self.problem = f"{worker} is gone: {how}: the run isn't saved; its last checkpoint is as it was"
 
     def _take_report(self, worker: ElasticWorker, report: Report) -> None:
         if report["error"]:
@@ -269,20 +284,6 @@ class ElasticJob(Job):
 
     def _print(self, text: str) -> None:
         self.output.line(f"elastic: {text}")
-
-    def _discover(self, script: Path) -> None:
-        """Asks the script every second how many workers this machine has room for."""
-        printed = ""  # the newest error, which is printed once
-        while True:
-            time.sleep(1.0)
-            try:
-                slots = discovered_slots(script)
-            except UsageError as error:
-                if str(error) != printed:
-                    printed = str(error)
-                    self._print(f"warning: {printed}")
-                continue
-            self._workers.wanted = max(self._limits.low, min(self._limits.high, slots))
 
     def _noted(self, worker: ElasticWorker, what: str) -> int:
         """The generation that a worker has written into its file of this kind; -1: there is no such file."""

@@ -170,14 +170,25 @@ def _addresses(cluster: Mapping[str, Sequence[str]]) -> dict[str, str]:
 def _check_addresses(addresses: Mapping[str, str]) -> None:
     """Refuses a text that is no address, and an address that two tasks have."""
     for name, address in addresses.items():
-        port = str(address).rpartition(":")[2]
-        if not re.fullmatch(r".+:\d+", str(address)) or not 0 < int(port) < 65536:
+        if not _is_address(str(address)):
             raise UsageError(
                 f"TF_CONFIG: the address of {name} is {address!r}: give host:port, with a port of 1 to 65535"
             )
         # Of two processes with the same address, only one could listen there.
         if same := [other for other in addresses if other != name and addresses[other] == address]:
             raise UsageError(f"TF_CONFIG: {name} and {same[0]} have the same address {address}: give each its own")
+
+
+def _is_address(text: str) -> bool:
+    """Whether a text is a host name or an address, with a port."""
+    parts = re.fullmatch(r"(.+):(\d{1,5})", text, re.ASCII)
+    if parts is None or not 0 < int(parts[2]) < 65536:
+        return False
+    try:
+        parts[1].encode("idna")  # as for each connection: fails for `a..b`, and for a label of more than 63 characters
+    except UnicodeError:
+        return False
+    return True
 
 
 def _index(value: object) -> int:

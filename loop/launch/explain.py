@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import resource
 import sys
 import sysconfig
 import traceback
@@ -25,6 +27,9 @@ def in_a_line(error: BaseException) -> str:
     where = place(error)
     if where:
         where += "; "
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:  # as of a launcher that holds two pipes a worker
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        where += f"a process may have {limit} here: raise that with ulimit -n; "
     how = "--debug" if sys.argv[1:2] == ["train"] else f"{DEBUG}=1"
     return f"{named(error)} ({where}{how} shows the traceback)"
 

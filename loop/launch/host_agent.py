@@ -42,6 +42,9 @@ BEAT = 5.0
 """Agent and launcher send each other a message at least so often, in seconds."""
 SILENCE = 20.0
 """After so many seconds without a message, agent and launcher take each other for gone."""
+# The same before the first message: the launcher sends it when it has started the agents of all hosts, whose names may
+# take long to resolve, or which may be slow to start.
+_FIRST_SILENCE = 600.0
 _GRACE = 30.0  # seconds that workers have to save and end when the launcher is gone
 
 
@@ -68,8 +71,10 @@ def _first_question(messages: Iterator[Message]) -> Question | None:
 def received() -> Iterator[Message]:
     """The launcher's messages, until it is gone."""
     rest = b""
+    patience = _FIRST_SILENCE
     # From the descriptor, not `sys.stdin`: its buffer would hide lines from `select`.
-    while select.select([0], [], [], SILENCE)[0] and (piece := os.read(0, 1 << 16)):
+    while select.select([0], [], [], patience)[0] and (piece := os.read(0, 1 << 16)):
+        patience = SILENCE
         *lines, rest = (rest + piece).split(b"\n")
         yield from map(json.loads, lines)
 
@@ -261,7 +266,8 @@ def meeting_place(interface: str | None, reached: str | None = None) -> tuple[st
 
 def resolve(name: str) -> str | None:
     """The address of this machine that a name resolves to, as Gloo finds it; None if it is no name of this machine."""
-    with contextlib.suppress(OSError):  # the name can't be resolved
+    # The name can't be resolved. A UnicodeError: it is no host name, such as one with two dots side by side.
+    with contextlib.suppress(OSError, UnicodeError):
         for family, kind, protocol, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.bind(address)  # fails unless the address belongs to this machine

@@ -46,7 +46,7 @@ def _slots(text: str) -> dict[str, int]:
     slots: dict[str, int] = {}
     for part in text.split(","):
         # No name starts with a dash: ssh would take it for an option.
-        host = re.fullmatch(r"(?![-\s])([^:,\s]+)(?::(\d+))?", part, re.ASCII)
+        host = re.fullmatch(r"(?![-\s])([^:,\s]+)(?::(\d{1,4}))?", part, re.ASCII)
         if not host or not 1 <= int(host[2] or 1) <= 4096:
             raise UsageError(f"--hosts {text}: {part!r} can't be read: give name:workers, such as h1:4,h2:4")
         if host[1] in slots:

@@ -80,7 +80,7 @@ class Host:
         workers: its workers, by rank.
         answered: set when the agent has answered the first message, or the host is lost.
         answer: the agent's answer.
-        heard: when the agent last sent a message.
+        heard: when the launcher last took what the agent sends; infinite while it does.
         lost: why the host is lost; "": it isn't.
         here: whether it is this machine.
         threads: two threads, which read the agent's stdout and stderr.
@@ -206,11 +206,18 @@ class Host:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             text = line.decode(errors="replace")
-            if text.startswith(host_agent.MARK):
+            is_message = text.startswith(host_agent.MARK)
+            if is_message and not text.endswith("\n"):
+                break  # the agent, or the connection, has ended within a message
+            # Showing a line waits while stderr is held, by a pager or Ctrl-S. The host isn't silent then.
+            self.heard = float("inf")
+            try:
+                if is_message:
+                    self._take(json.loads(text[len(host_agent.MARK) :]))
+                else:
+                    self._show(text, self.name)
+            finally:
                 self.heard = time.monotonic()
-                self._take(json.loads(text[len(host_agent.MARK) :]))
-            else:
-                self._show(text, self.name)
         code = self.process.wait()
         self.threads[1].join(1.0)  # it may still read the reason from stderr
         # An agent ends by itself only after the launcher has told it that all workers are started.

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from loop.errors import UsageError
 from loop.launch import machine, places
+from loop.launch.environment import forget_inherited_job
 from loop.launch.places import PORTS, Place
 
 HOSTS = "TFLOOP_HOROVOD_HOSTS"
@@ -23,9 +24,12 @@ _BLOCKS = 88
 def join(backend: str) -> None:
     """Sets the variables that tell this process its place in the job, unless they are set already.
 
+    A script that a worker has started is no worker: the variables that it has inherited are removed.
+
     Raises:
         UsageError: see `place`.
     """
+    forget_inherited_job()
     if backend in ("auto", "multiworker", "horovod") and not {"TF_CONFIG", "HOROVOD_RANK"} & os.environ.keys():
         os.environ.update(place(backend, os.environ))
 

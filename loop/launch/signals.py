@@ -7,10 +7,11 @@ import ctypes
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -24,6 +25,7 @@ STOPPING = "interrupted: the run saves and ends; a second Ctrl-C (or signal) end
 """The message that is printed at once when a signal stops a run."""
 _SAME = 0.3  # seconds within which a signal that comes twice counts once: `timeout` sends it to a process and its group
 _directories: set[str] = set()  # those of `temporary_directory` that exist
+_groups: set[int] = set()  # the process groups of `ended_with_us`, by their leaders
 _own: set[int] = set()  # the descriptors into which Python writes signals for `watched`
 
 
@@ -155,8 +157,29 @@ def temporary_directory(prefix: str) -> Iterator[str]:
         _directories.discard(directory)
 
 
+@contextlib.contextmanager
+def ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Within it, a process runs that leads a group. After an error, and by `end_groups`, the whole group is killed."""
+    _groups.add(process.pid)
+    try:
+        yield
+    except BaseException:
+        end_groups([process.pid])
+        raise
+    finally:
+        _groups.discard(process.pid)
+
+
+def end_groups(leaders: Iterable[int] = ()) -> None:
+    """Kills these process groups; by default, all of `ended_with_us`."""
+    for leader in list(leaders or _groups):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader, signal.SIGKILL)
+
+
 def leave(code: int) -> NoReturn:
-    """Ends this process at once, from any thread; its temporary directories are removed."""
+    """Ends this process at once, from any thread; its temporary directories and processes of `_groups` don't stay."""
+    end_groups()
     for directory in list(_directories):
         shutil.rmtree(directory, ignore_errors=True)
     os._exit(code)

@@ -69,8 +69,10 @@ def start(command: Sequence[str], environment: Mapping[str, str], stdout: Path, 
     """
     # Opened here in any case, so that both files exist however early the process ends.
     with stdout.open("ab") as out, stderr.open("ab") as errors:
-        if list(command[: len(COMMAND)]) == COMMAND and _can_fork(environment):
-            with contextlib.suppress(OSError, EOFError):  # the server has crashed, or was killed: go on without it
+        # Go on without the server if it can't start, as when the path of its socket in TMPDIR is too long for the
+        # system, or has crashed, or was killed.
+        with contextlib.suppress(OSError, EOFError):
+            if list(command[: len(COMMAND)]) == COMMAND and _can_fork(environment):
                 return _Forked(command, environment, stdout, stderr)
         return subprocess.Popen(
             command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True

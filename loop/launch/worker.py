@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -146,7 +147,8 @@ def reporting() -> Iterator[Reporter]:
         }
         write_text(Path(job) / f"rank-{worker_name()}.json", json.dumps(message))
 
-    if job_size() is not None:  # of an outside launcher, too: see `forget_inherited_job`
+    # Of an outside launcher, too, and of a job with one worker, which has no size: see `forget_inherited_job`.
+    if job is not None or job_size() is not None:
         os.environ[OWNER] = str(os.getpid())
     if job is not None:
         # By default, SIGUSR1 kills a process. It is ignored until the run has its own handler.
@@ -181,7 +183,8 @@ def is_peer_loss(error: BaseException) -> bool:
 def die_with_parent() -> None:
     """Sends this process SIGTERM when its launcher is gone, so that it saves and ends: a killed launcher can't send it.
 
-    If the process has not ended after `ORPHAN_GRACE`, it is killed with all processes that it has started.
+    All processes that it has started are killed at its end, as the launcher does. If it has not ended after
+    `ORPHAN_GRACE`, it is killed with them.
     """
     # From the environment, not by `getppid`: the launcher may have ended before this line.
     parent = int(os.environ.get(LAUNCHER, os.getppid()))
@@ -195,4 +198,11 @@ def die_with_parent() -> None:
             os.killpg(os.getpid(), signal.SIGKILL)
         os._exit(FAILED)  # `killpg` has failed, because this process leads no group
 
+    def end_group() -> None:
+        if os.getppid() != parent:
+            with contextlib.suppress(ProcessLookupError):  # this process leads no group
+                os.killpg(os.getpid(), signal.SIGKILL)
+
+    # Now, before libraries register theirs: what is registered first is called last.
+    atexit.register(end_group)
     threading.Thread(target=watch, name="parent", daemon=True).start()

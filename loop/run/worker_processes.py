@@ -21,7 +21,7 @@ from loop.backends.base import Backend
 from loop.checkpoint.array_files import Json
 from loop.checkpoint.store import address
 from loop.errors import BAD_INPUT, PREEMPTED, TrainingError, UsageError
-from loop.launch.environment import job_size
+from loop.launch.environment import LAUNCHER, forget_inherited_job, job_size
 from loop.launch.process import WorkerProcess, printed_lines, start_worker, worker_command
 from loop.model.variables import all_variables
 from loop.options import DEFAULTS, with_defaults
@@ -64,6 +64,7 @@ def fit_in_workers(
         UsageError: the task or an option can't be handed to other processes.
         TrainingError: the training has failed; its messages are shown above.
     """
+    forget_inherited_job()  # in a script that a worker has started
     if job_size() is not None:
         raise UsageError(
             f"fit(workers={workers}) in a worker of a job: in a script, call fit below "
@@ -250,7 +251,11 @@ def _train(arguments: list[str]) -> Json:
         UsageError: it has refused something.
         TrainingError: it has failed.
     """
-    process = start_worker(worker_command(["train", *arguments, "--json"]), dict(os.environ))
+    environment = dict(os.environ)
+    # In a trial of a sweep, it names the launcher of this process, and the command would end at once: see
+    # `die_with_parent`.
+    environment.pop(LAUNCHER, None)
+    process = start_worker(worker_command(["train", *arguments, "--json"]), environment)
     results: list[str] = []
     assert process.stdout is not None
     # Both pipes are read at the same time: a full one would stop the process.
@@ -260,10 +265,10 @@ def _train(arguments: list[str]) -> Json:
     try:
         problem = _shown(process)
         code = process.wait()
-        reader.join()
     finally:
         process.kill()  # only after an error here: else it has ended
-        process.wait()
+        with process:  # waits for it, and closes its pipes
+            reader.join()
 
     if code in (0, PREEMPTED) and results:
         fields: Json = json.loads(results[-1])

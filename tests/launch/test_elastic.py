@@ -1,13 +1,19 @@
 """Elastic jobs: real workers that are killed, and come back; and what is refused."""
 
+import contextlib
+import os
 import re
+import signal
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 import callbacks
 from callbacks.example_log import ExampleLog, differences, used
 from loop import UsageError, fit
+from loop.launch import elastic_job, elastic_limits, elastic_workers
 from loop.launch.elastic_limits import Limits, discovered_slots, read_limits
 from loop.target import task_loader
 from tests.campaigns import elastic as campaign
@@ -83,6 +89,37 @@ def test_a_death_while_the_others_connect_has_the_job_start_anew(tmp_path, monke
     )
 
 
+IGNORES = (
+    "import pathlib, signal, time; signal.signal(15, signal.SIG_IGN); pathlib.Path('ready').touch(); time.sleep(99)"
+)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 1), (signal.SIGTERM, 75)])
+def test_a_job_whose_workers_die_while_they_stop_has_not_saved(number, code, tmp_path, monkeypatch):
+    """It ended with 75, as one that has saved. A worker that dies of the signal itself had nothing to save yet."""
+    monkeypatch.chdir(tmp_path)
+    ignores = IGNORES if number == signal.SIGKILL else IGNORES.replace("SIG_IGN", "SIG_DFL")
+    monkeypatch.setattr(elastic_workers, "worker_command", lambda arguments: [sys.executable, "-c", ignores])
+    job = elastic_job.ElasticJob(Limits(1, 1), 1, tmp_path, dict(os.environ), (), None)
+    try:
+        while not Path("ready").exists():
+            assert job._advance()
+            time.sleep(0.01)
+        [worker] = job.running()
+        job.hear(signal.SIGTERM, None)
+        worker.process.send_signal(number)
+        while job._advance():
+            time.sleep(0.01)
+    finally:
+        job.kill()
+    job.output.join()
+    with worker.process:
+        outcome = job.outcome()
+    assert outcome.code == code
+    lost = "worker 0 is gone: killed by signal 9 (Killed): the run isn't saved; its last checkpoint is as it was"
+    assert outcome.error == (lost if code == 1 else "")
+
+
 @pytest.mark.parametrize(
     ("text", "backend", "workers", "message"),
     [
@@ -90,6 +127,8 @@ def test_a_death_while_the_others_connect_has_the_job_start_anew(tmp_path, monke
         ("0:2", "auto", None, "--elastic 0:2: a job needs at least 1"),
         ("3:2", "auto", None, "--elastic 3:2: MIN is greater than MAX"),
         ("2:3", "auto", 4, "--workers 4 with --elastic 2:3: give a number from 2 to 3"),
+        ("1:1025", "auto", None, "--elastic 1:1025: give at most 1024 workers"),
+        ("1:" + "1" * 5000, "auto", None, "--elastic 1:1+: give the least and the greatest"),
         ("1:2", "mirrored", 2, "--elastic 1:2 with --backend mirrored"),
     ],
 )
@@ -109,8 +148,32 @@ def test_discovery(tmp_path):
     script.write_text(f"#!{sys.executable}\nprint('elsewhere:2')\n")
     with pytest.raises(UsageError, match=r"printed 'elsewhere:2': give localhost:SLOTS"):
         discovered_slots(script)
-    script.write_text("#!/bin/sh\necho no room >&2\nexit 3\n")
-    with pytest.raises(UsageError, match=r"discover.sh: exit code 3 \(no room\): have it print localhost:SLOTS"):
+    script.write_text("#!/bin/false\n")
+    with pytest.raises(
+        UsageError, match=r"--discovery .*discover.sh has failed with exit status 1 .it printed no error"
+    ):
         discovered_slots(script)
+    for text in ("localhost:" + "9" * 5000, "localhost:\udcff", "localhost:-1"):  # which Python can't read as a number
+        script.write_text(f"#!/bin/sh\nprintf '%s' '{text}'\n", errors="surrogateescape")
+        with pytest.raises(UsageError, match=r"printed 'localhost:.*': give localhost:SLOTS"):
+            discovered_slots(script)
     with pytest.raises(UsageError, match=r"--discovery .* without --elastic"):
         read_limits(None, script, "auto", None)
+
+
+def test_a_discovery_script_that_hangs_leaves_nothing_behind(tmp_path, monkeypatch):
+    """What it had started stayed, also at the end of the launcher."""
+    script = tmp_path / "discover.sh"
+    script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {tmp_path}/new && mv {tmp_path}/new {tmp_path}/child\nwait\n")
+    script.chmod(0o755)
+    with monkeypatch.context() as patched:
+        patched.setattr(elastic_limits, "_PATIENCE", 0.01)
+        with pytest.raises(UsageError, match=r"discover.sh has not ended within 0.01 s: it must print localhost:SLOTS"):
+            discovered_slots(script)
+    with elastic_limits.discovering(script, print, print):
+        while not (tmp_path / "child").exists():
+            time.sleep(0.01)
+    status = Path("/proc", (tmp_path / "child").read_text().strip(), "status")
+    with contextlib.suppress(FileNotFoundError):  # no parent may be left that asks for its end
+        while "State:\tZ" not in status.read_text():
+            time.sleep(0.01)

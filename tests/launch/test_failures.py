@@ -322,10 +322,13 @@ def test_what_a_task_prints_beside_relayed_progress_is_shown_as_it_is(capfd):
     assert capfd.readouterr().err.split("\n") == [*first, *["[0] x"] * 90_000, ""]
 
 
-def test_an_orphan_that_hangs_is_killed_with_what_it_has_started():
+@pytest.mark.parametrize(
+    ("grace", "handler"), [(0.1, "signal.SIG_IGN"), (600.0, "lambda *_: sys.exit()")], ids=["hangs", "ends"]
+)
+def test_an_orphan_leaves_nothing_behind_that_it_has_started(grace, handler):
     orphan = (
         "import signal, subprocess, sys, time\nfrom loop.launch import worker\n"
-        "worker.ORPHAN_GRACE = 0.1\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nworker.die_with_parent()\n"
+        f"worker.ORPHAN_GRACE = {grace}\nsignal.signal(signal.SIGTERM, {handler})\nworker.die_with_parent()\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "print('there', file=sys.stderr, flush=True)\ntime.sleep(600)"
     )
@@ -336,6 +339,16 @@ def test_an_orphan_that_hangs_is_killed_with_what_it_has_started():
     )
     process = subprocess.Popen([sys.executable, "-c", parent, orphan], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.communicate(timeout=240)[0] == "there\n\n"  # which ends when nobody has it open any more
+
+
+def test_too_many_open_files_are_said_with_the_limit(tmp_path):
+    command = ["sh", "-c", 'ulimit -n 40 && exec "$@"', "sh", *TFLOOP, "train", "digits", "--workers=20"]
+    done = subprocess.run(
+        [*command, "--backend=multiworker", "--track=off"], cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-1]
+    assert re.search(r"Too many open files \(a process may have 40 here: raise that with ulimit -n; --debug", line)
 
 
 def test_peers_that_never_come_are_named(monkeypatch):

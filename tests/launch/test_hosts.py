@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from loop import UsageError
 from loop.launch import host_agent, schedulers
 from loop.launch import ssh as ssh_
 from loop.launch.host_slots import read_hosts
+from loop.launch.hosts import Cluster, Host
 from tests import launchers
 from tests.campaigns.elastic import OPTIONS, TASK
 from tests.conftest import ROOT, TFLOOP, needs_horovod
@@ -332,6 +334,7 @@ def test_hosts_are_read(places):
         (["--hosts", "a:2,,b"], "--hosts a:2,,b: '' can't be read: give name:workers"),
         (["--hosts", "a:2,-oProxyCommand=x:1"], "'-oProxyCommand=x:1' can't be read"),
         (["--hosts", "a:0,b:2"], "'a:0' can't be read"),
+        (["--hosts", "a:2,b:" + "1" * 5000], f"'b:{'1' * 5000}' can't be read"),
         (["--hosts", "a:1,a:1"], "a is there twice"),
         (["--hosts", "a"], "that is one worker in all"),
         (["--hosts", "a:2", "--workers", "3"], "--workers 3, but --hosts a:2 has 2"),
@@ -366,6 +369,11 @@ def test_what_is_no_ssh(ssh, message, monkeypatch):
     assert ssh_.command("h1", "python")[:2] == ["ssh", "-T"]
 
 
+def test_a_name_that_is_no_host_name_is_none_of_this_machine():
+    """Python's error for two dots side by side isn't the one for a name that is unknown."""
+    assert host_agent.resolve("a..b") is None
+
+
 def test_hosts_that_cannot_take_part_are_named_each_with_its_reason(hosts, tmp_path):
     """There: another TensorFlow by its metadata, and an empty directory over the one that has the task."""
     (tmp_path / "task.py").write_text("from loop import TrainTask\n\n\nclass Own(TrainTask):\n    pass\n")
@@ -391,6 +399,66 @@ def test_hosts_that_cannot_take_part_are_named_each_with_its_reason(hosts, tmp_p
     assert re.search(r"10\.79\.0\.9: can't be reached: ", line)
     assert f"error: {THERE}" in line  # nothing is said of this one
     wait_for(lambda: not hosts.processes(1))
+
+
+def host_that_prints(code):
+    """A host whose agent is this program."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return Host("localhost", 1, subprocess.Popen([sys.executable, "-c", code], **pipes))
+
+
+def closed(host):
+    for thread in host.threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    for stream in (host.process.stdin, host.process.stdout, host.process.stderr):
+        with contextlib.suppress(OSError):  # what was not sent to a program that has ended
+            stream.close()
+
+
+def test_a_connection_that_ends_within_a_message_is_a_lost_host():
+    """Its thread failed, and the host was lost after 20 seconds, with another reason."""
+    host = host_that_prints(f"print({host_agent.MARK!r} + '{{\"line\": \"cut', end='')")
+    closed(host)
+    assert host.lost == "can't be reached: exit code 0"
+
+
+def test_a_host_is_not_silent_while_its_line_waits_for_stderr(monkeypatch):
+    """A pager that was not read on for 20 seconds ended the job."""
+    monkeypatch.setattr(host_agent, "SILENCE", 0.05)
+    monkeypatch.setattr(host_agent, "BEAT", 0.05)
+    shows, goes_on = threading.Event(), threading.Event()
+    host = host_that_prints(f'input(); print({host_agent.MARK!r} + \'{{"line": "", "rank": 0}}\', flush=True); input()')
+    host._show = lambda line, source: shows.set() or goes_on.wait(60)
+    host.answered.set()
+    host.heard = float("inf")  # it starts
+    cluster = Cluster([host])
+    watching = threading.Thread(target=cluster.watch)
+    watching.start()  # its first sign of life is the first line that the program reads
+    try:
+        assert shows.wait(60)
+        time.sleep(10 * host_agent.SILENCE)
+        assert host.lost == ""
+    finally:
+        cluster._closed.set()
+        watching.join()
+        goes_on.set()
+        host.process.kill()
+        closed(host)
+
+
+def test_an_agent_waits_for_its_first_message_until_the_launcher_has_started_all(tmp_path):
+    """With names that took long to resolve, the agents of the first hosts had given up when they were asked."""
+    code = (
+        "from loop.launch import host_agent\nhost_agent.SILENCE = 0.05\nprint('waits', flush=True)\nhost_agent.main()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes) as process:
+        assert process.stdout.readline() == b"waits\n"
+        time.sleep(0.5)
+        ask = {"directory": str(tmp_path), "files": [], "interface": None, "slots": 1}
+        out, _ = process.communicate(json.dumps({"ask": ask}).encode() + b"\n", timeout=240)
+    assert b'"answer"' in out
 
 
 def test_an_agent_runs_workers_and_ends_them_when_its_launcher_is_gone(tmp_path):

@@ -64,6 +64,8 @@ def test_auto(environment, workers, horovod, gpus, chosen, monkeypatch):
         ),
         ("auto", None, {"TF_CONFIG": JOB.replace("b:2", "b:http")}, "address of worker 1 is 'b:http': give host:port"),
         ("auto", None, {"TF_CONFIG": JOB.replace("b:2", "b:99999")}, "with a port of 1 to 65535"),
+        ("auto", None, {"TF_CONFIG": JOB.replace("b:2", "b..c:2")}, "address of worker 1 is 'b..c:2': give host:port"),
+        ("auto", None, {"TF_CONFIG": JOB.replace("b:2", "b:" + "2" * 5000)}, "with a port of 1 to 65535"),
         ("auto", None, {"TF_CONFIG": JOB.replace("b:2", "a:1")}, "worker 0 and worker 1 have the same address a:1"),
         ("auto", None, {"TF_CONFIG": JOB.replace('"a:1", "b:2"', "")}, "but its cluster has no workers"),
         (

@@ -5,6 +5,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from loop import UsageError
 from loop.launch import host_lists, machine, places, schedulers, worker
-from loop.launch.environment import OWNER, forget_inherited_job, read_tf_config, tf_cluster
+from loop.launch.environment import JOB, LAUNCHER, OWNER, forget_inherited_job, read_tf_config, tf_cluster
 from tests import launchers
 from tests.conftest import ROOT, needs_horovod, tfloop
 from tests.launchers import LAUNCHERS, SHARED
@@ -298,6 +300,22 @@ def test_a_command_that_a_worker_starts_is_none_of_the_job(launcher, tmp_path, f
     forget_inherited_job()
     assert "TF_CONFIG" not in os.environ
     assert schedulers.place("auto", os.environ) == {}
+
+
+def test_a_script_that_a_worker_starts_is_none_of_the_job(monkeypatch):
+    """Its `fit` took the worker's place, and Horovod aborted it after 30 seconds."""
+    inherited = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", OWNER: str(os.getppid()), "PATH": os.environ["PATH"]}
+    monkeypatch.setattr(os, "environ", inherited)
+    schedulers.join("auto")
+    assert list(os.environ) == ["PATH"]
+
+
+def test_a_lone_worker_of_a_job_owns_its_variables_too(tmp_path):
+    """As with `--launcher ray`: a command that it started reported in its place, and ended at once."""
+    code = "import os\nfrom loop.launch import worker\nwith worker.reporting():\n    print(os.environ['TFLOOP_OWNER'])"
+    job = {JOB: str(tmp_path), LAUNCHER: str(os.getpid()), OWNER: "", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **job}, stdout=subprocess.PIPE) as process:
+        assert int(process.stdout.read()) == process.pid
 
 
 @pytest.mark.parametrize("backend", ["multiworker", pytest.param("horovod", marks=needs_horovod)])

@@ -20,7 +20,7 @@ from callbacks.mlflow.tracker import default_uri
 from examples.digits import Digits
 from loop import UsageError, fit
 from loop.commands.command_line import callback_option
-from loop.launch import machine
+from loop.launch import machine, ray_options
 from tests.campaigns.elastic import OPTIONS, TASK, distance, last_weights
 from tests.campaigns.ray_sweep import through_kills
 from tests.conftest import ROOT, TFLOOP, needs_horovod, tfloop
@@ -317,6 +317,11 @@ def test_paths_of_runs_begin_where_the_command_was_typed(tmp_path, monkeypatch):
     assert files.launch_path("/there") == Path("/there")
     assert files.original_path(tmp_path / "copy" / "task.py") == tmp_path / "task.py"
     assert files.original_path(tmp_path / "task.py") == tmp_path / "task.py"
+
+
+def test_an_address_whose_host_is_no_host_name_is_refused():
+    with pytest.raises(UsageError, match=r"--address a\.\.b:1: no Ray cluster there"):
+        ray_options.check_address("a..b:1")
 
 
 def test_no_cluster(tmp_path):

@@ -1,6 +1,7 @@
 """Warm starts: a process that was forked is as one that the system has started."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -96,5 +97,13 @@ def test_it_is_stopped_killed_and_waited_for_as_any_other(trained):
 
 def test_what_must_be_imported_otherwise_starts_as_ever(trained):
     process, ended = trained("mine.py:Missing", TF_ENABLE_ONEDNN_OPTS="0")
+    assert isinstance(process, subprocess.Popen)
+    assert ended()[0] == 2
+
+
+def test_without_a_socket_for_the_server_it_starts_as_ever(trained, monkeypatch):
+    """In a `TMPDIR` whose path is longer than that of a socket may be, sweeps ended with an OSError."""
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", f"/tmp/{'long' * 30}")
+    process, ended = trained("mine.py:Missing")
     assert isinstance(process, subprocess.Popen)
     assert ended()[0] == 2

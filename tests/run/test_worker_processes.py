@@ -1,6 +1,7 @@
 """`fit(workers=N)`: what is handed to other processes, and what they hand back. Real ones: `test_notebook`."""
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,3 +97,10 @@ def test_a_url_stays_one_and_nan_is_a_number(monkeypatch, run_dir):
     assert result.run_dir == result.model == Path("/spool/one")
     assert math.isnan(result.metrics["loss"])
     assert result.history == [{"epoch": 1, "loss": math.inf}]
+
+
+def test_workers_of_a_trial_do_not_take_its_launcher_for_theirs(monkeypatch, tmp_path):
+    """They ended at once, by SIGTERM: the launcher of the trial isn't their parent."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TFLOOP_LAUNCHER", str(os.getppid()))
+    assert worker_processes._train(["digits", "--dry-run"])["backend"] == "single"
