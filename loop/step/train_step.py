@@ -15,7 +15,7 @@ from loop.model.precision import keras_precision
 from loop.model.variables import carried_variables, trainable_variables
 from loop.monitor.phase_marker import HOST, PhaseMarker
 from loop.options import Options
-from loop.step import communication, lookups, row_random
+from loop.step import added_losses, communication, lookups, row_random
 from loop.step.batch_norm import has_own_state, normalized_kernels, share, state, statistics
 from loop.step.build import BuiltModel
 from loop.step.computing import Computing
@@ -329,6 +329,8 @@ def _prepare_model(
 ) -> None:
     """Has the layers of a model look up rows, compute statistics and draw random numbers in the ways of tfloop."""
     share(model, sync_batch_norm and plan.local_steps == 1)
+    if backend.local_replicas > 1:
+        added_losses.separate(model)
     replace_lookup()
     row_random.reseed(model)
     # The state of a stateful layer must not see a stand-in. Such layers are for one replica, which needs no stand-in.

@@ -336,6 +336,24 @@ def test_masked_batch_norm_is_the_same_on_any_number_of_replicas(axis, quiet):
     assert largest_difference(weights(three), weights(one)) <= 2e-5
 
 
+def test_what_a_layer_adds_to_the_loss_is_that_of_its_own_replica(quiet):
+    """At a collective the other replica is traced, which dropped it."""
+
+    class Penalised(Normed):
+        def build_model(self):
+            first = keras.layers.Dense(4, activity_regularizer=keras.regularizers.L2(1.0))
+            inner = [first, keras.layers.BatchNormalization(momentum=0.7), keras.layers.Dense(1)]
+            return keras.Sequential([keras.Input((5,)), *inner])
+
+        def train_data(self):
+            return ArrayData(*regression(24)[:2])
+
+        eval_data = train_data
+
+    one, two = (fit(Penalised(), epochs=2, batch_size=8, backend=engine(n), callbacks=quiet()) for n in (1, 2))
+    assert largest_difference(weights(two), weights(one)) <= 1e-3
+
+
 def test_seeded_shuffle_of_a_stream_is_the_same_on_any_number_of_replicas_and_after_a_resume(quiet, tmp_path):
     """What needs all replicas must not read the stream once more: its seeds would go on."""
 
