@@ -20,6 +20,9 @@ _REMEDY = (
     "keras.random.SeedGenerator(1)"
 )
 
+_CHANGES_TABLE = ("LookupTableInsertV2", "LookupTableRemoveV2", "LookupTableImportV2")
+"""The operations that change a table of `tf.lookup`."""
+
 
 def warn_of_unsaved(task: TrainTask, model: Model, saved: Sequence[tf.Variable], graph: tf.Graph) -> None:
     """Warns if the steps change something that no checkpoint has, or use something that isn't trained.
@@ -30,11 +33,19 @@ def warn_of_unsaved(task: TrainTask, model: Model, saved: Sequence[tf.Variable],
         saved: the variables that a checkpoint has.
         graph: that of the training steps.
     """
-    draws = _hidden_draws(graph)
+    nodes = list(_nodes(graph))
+    draws = _hidden_draws(nodes)
     if draws:
         warnings.warn(
             f"the steps draw random numbers with {', '.join(draws)}, whose state TensorFlow hides: a resumed run and "
             f"another number of replicas draw other ones. {_REMEDY}",
+            stacklevel=2,
+        )
+    if any(node.op in _CHANGES_TABLE for node in nodes):
+        warnings.warn(
+            "the steps change a lookup table, which no checkpoint has: a resumed run has the first contents again, and "
+            "another number of replicas has other ones. Keep what changes in a variable of the model, as by "
+            "self.add_weight(trainable=False) in a layer",
             stacklevel=2,
         )
     used = {id(outer) for outer, _ in graph.captures} - set(map(id, _handles(saved)))
@@ -94,13 +105,17 @@ def _trainable(attribute: object) -> list[tf.Variable]:
     return [variable for variable in as_tf(variables) if variable.dtype.is_floating]
 
 
-def _hidden_draws(graph: tf.Graph) -> list[str]:
-    """The names of the operations in a graph that draw random numbers from a state of their own."""
-    definition = graph.as_graph_def()
-    functions = (function.node_def for function in definition.library.function)
-    nodes = itertools.chain(definition.node, *functions)
+def _hidden_draws(nodes: Sequence[tf.compat.v1.NodeDef]) -> list[str]:
+    """The names of those operations that draw random numbers from a state of their own."""
     # All operations of this kind have this attribute; those of cuDNN have it, too, and draw without dropout nothing.
     return sorted({node.op for node in nodes if "seed2" in node.attr and not node.op.startswith("Cudnn")})
+
+
+def _nodes(graph: tf.Graph) -> Iterator[tf.compat.v1.NodeDef]:
+    """The operations in a graph and in its functions."""
+    definition = graph.as_graph_def()
+    functions = (function.node_def for function in definition.library.function)
+    return itertools.chain(definition.node, *functions)
 
 
 def _changed(graph: tf.Graph) -> set[int]:

@@ -1,6 +1,7 @@
 """A variable that the steps change and no checkpoint has is said at the start: a resume would not be exact."""
 
 import re
+import warnings
 
 import keras
 import numpy as np
@@ -231,3 +232,25 @@ class HoldsAModelToCome(Task):
 
 def test_a_task_may_hold_a_model_that_has_no_variables_yet(quiet):
     assert fit(HoldsAModelToCome(), callbacks=quiet()).steps == 1
+
+
+class Tables(Task):
+    """Looks a number up in a table, which it may also change."""
+
+    def __init__(self, changes):
+        self.table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 1.0)
+        self.changes = changes
+
+    def factor(self, model, batch, training):
+        key = tf.constant(1, tf.int64)
+        if training and self.changes:
+            self.table.insert(key, 1 + self.table.lookup(key))
+        return self.table.lookup(key)
+
+
+def test_a_table_that_the_steps_change_is_named(quiet):
+    with pytest.warns(UserWarning, match="^the steps change a lookup table, which no checkpoint has"):
+        fit(Tables(True), callbacks=quiet())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*lookup table")
+        fit(Tables(False), callbacks=quiet())
