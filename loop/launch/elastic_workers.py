@@ -79,6 +79,7 @@ class ElasticWorkers:
         self._output = output
         self._hosts: list[Host] = []  # the hosts that aren't lost
         self._started = 0
+        self._lost = 0  # workers that were lost, and have not been replaced
         self._restarts: list[float] = []  # when workers were replaced, within the last `RESTART_SECONDS`
         self._not_before = 0.0  # no worker is started before this time
 
@@ -97,6 +98,7 @@ class ElasticWorkers:
 
     def pause(self) -> None:
         """Delays the next start a little, after a worker was lost."""
+        self._lost += 1
         self._not_before = time.monotonic() + _PAUSE
 
     def start_missing(self) -> None:
@@ -104,11 +106,12 @@ class ElasticWorkers:
         now = time.monotonic()
         self._restarts = [restart for restart in self._restarts if now - restart < RESTART_SECONDS]
         while len(self.running) < self.wanted and now >= self._not_before:
-            is_replacement = self._started >= self.wanted
+            is_replacement = self._lost > 0  # not one that discovery has found room for
             if is_replacement and now not in self._restarts:  # workers that were lost together count once
                 if len(self._restarts) >= MOST_RESTARTS:
                     return
                 self._restarts.append(now)
+            self._lost -= is_replacement
             self._start()
 
     def _start(self) -> None:

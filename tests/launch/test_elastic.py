@@ -15,6 +15,7 @@ from callbacks.example_log import ExampleLog, differences, used
 from loop import UsageError, fit
 from loop.launch import elastic_job, elastic_limits, elastic_workers
 from loop.launch.elastic_limits import Limits, discovered_slots, read_limits
+from loop.launch.output import Output
 from loop.target import task_loader
 from tests.campaigns import elastic as campaign
 from tests.campaigns.elastic import TASK, Job, distance
@@ -118,6 +119,43 @@ def test_a_job_whose_workers_die_while_they_stop_has_not_saved(number, code, tmp
     assert outcome.code == code
     lost = "worker 0 is gone: killed by signal 9 (Killed): the run isn't saved; its last checkpoint is as it was"
     assert outcome.error == (lost if code == 1 else "")
+
+
+def test_room_that_comes_and_goes_is_no_loss_of_workers(tmp_path, monkeypatch):
+    """After ten times in ten minutes, no worker was started any more, and nothing said so."""
+    monkeypatch.setattr(elastic_workers, "worker_command", lambda arguments: ["sleep", "99"])
+    monkeypatch.setattr(elastic_workers, "_PAUSE", 0.0)
+    workers = elastic_workers.ElasticWorkers(1, tmp_path, dict(os.environ), (), None, Output())
+    ended = []
+
+    def end_one():
+        workers.running[-1].process.kill()
+        workers.running[-1].process.wait()
+        ended.extend(workers.remove_ended())
+
+    try:
+        for _ in range(elastic_workers.MOST_RESTARTS + 2):
+            workers.wanted = 2
+            workers.start_missing()
+            assert len(workers.running) == 2
+            workers.wanted = 1
+            end_one()
+        workers.start_missing()
+        assert len(workers.running) == 1
+        for _ in range(elastic_workers.MOST_RESTARTS + 2):
+            end_one()
+            workers.pause()  # lost
+            workers.start_missing()
+            if not workers.running:
+                break
+        assert len(workers._restarts) == elastic_workers.MOST_RESTARTS
+    finally:
+        while workers.running:
+            end_one()
+        workers._output.join()
+        for worker in ended:
+            worker.process.stdout.close()
+            worker.process.stderr.close()
 
 
 @pytest.mark.parametrize(
