@@ -506,6 +506,15 @@ def test_accepted_changes_within_the_evaluation_of_an_epoch(quiet):
     assert result.history[0]["loss"] == signal.loss
 
 
+def test_accepted_changes_of_a_run_that_has_come_to_its_end(quiet):
+    """The first epoch with the changes was skipped, and then refused as one in which nothing was trained."""
+    options = {"run_dir": "run", "eval_every": "never", "callbacks": quiet()}
+    assert fit(Plain(), epochs=1, batch_size=20, **options).steps == 6
+    result = fit(Plain(), epochs=2, batch_size=10, accept_changes=True, **options)
+    assert (result.steps, result.examples) == (6 + 11, 202)
+    assert [row["epoch"] for row in result.history] == [1, 2]
+
+
 @pytest.mark.parametrize("values", [["other"], ["first", "more"]])
 def test_means_of_other_values_are_those_of_the_steps_since(quiet, values):
     class Valued(Plain):

@@ -267,8 +267,9 @@ def adopt(run: Run, state: Json) -> None:
     old, new = recorded_batch_size(state), run.session.phase_options["batch_size"]
     run.progress.step_in_epoch = run.progress.step_in_epoch * old // new
     steps_per_epoch = run.step.data.train.steps_per_epoch
-    # Of an epoch whose evaluation is under way, the last batch may have been a short one.
-    if run.epoch.ended and steps_per_epoch is not None:
+    # Of an epoch whose evaluation is under way, the last batch may have been a short one. Between two epochs, the old
+    # one has ended, too, but the position is that of the new one.
+    if run.epoch.ended and run.progress.step_in_epoch and steps_per_epoch is not None:
         run.progress.step_in_epoch = steps_per_epoch
     optimizers = run.optimizer.values() if isinstance(run.optimizer, dict) else [run.optimizer]
     learning_rates = run.session.learning_rates
