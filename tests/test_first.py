@@ -329,8 +329,8 @@ def test_a_run_that_overfits_goes_on_so_or_not_at_all(tmp_path):
 
 # Completion, and the version
 
-CLASSES = ("Batched", "Dicts", "Tracked", "Pair", "Pairs")
-"""Those in the file of the tasks: completion reads it without running it, and knows no task from another class."""
+CLASSES = ("Batched", "Dicts", "Tracked", "Pairs")
+"""Those in the file of the tasks: completion reads it without running it, and leaves out what is certainly no task."""
 
 
 @pytest.mark.cold
