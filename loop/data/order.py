@@ -39,6 +39,6 @@ def shuffled(
     return tf.raw_ops.RandomIndexShuffle(
         index=positions,
         seed=tf.stack([tf.convert_to_tensor(number, tf.int64) for number in key]),
-        max_index=tf.cast(size, tf.int64) - 1,
+        max_index=tf.convert_to_tensor(size - 1, tf.int64),
         rounds=4,
     )
