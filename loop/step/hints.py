@@ -213,6 +213,18 @@ def warn_of_frozen(model: Model) -> None:
         )
 
 
+def warn_of_unscaled(model: Model) -> None:
+    """Warns of layers that compute in float16, for a run whose loss isn't scaled."""
+    for layer in layers(model):
+        if getattr(layer, "compute_dtype", "") == "float16" and layer.trainable_weights:
+            warnings.warn(
+                f"{type(layer).__name__} {layer.name!r} computes in float16, but the loss isn't scaled: small "
+                "gradients become 0. Give precision='mixed_float16', which scales it, or bfloat16, which needs none",
+                stacklevel=2,
+            )
+            return
+
+
 def _differs_in_training(layer: Layer) -> bool:
     """Whether a layer does something else in training: dropout, noise, augmentation, batch statistics."""
     for name in _RATES:

@@ -12,7 +12,7 @@ from loop.data import ArraySource, Data, Source, StreamSource
 from loop.errors import UsageError
 from loop.model.variables import as_tf, sums_dtype, trainable_variables, updates_rows, variable_names
 from loop.options import DEFAULTS, Options
-from loop.step import approximations, communication, lookups
+from loop.step import approximations, communication, hints, lookups
 from loop.step.batch_norm import batch_norms
 from loop.step.build import BuiltModel
 
@@ -139,6 +139,8 @@ def check_plan(built: BuiltModel, backend: Backend, data: Data, options: Options
     backend.check(trainable_variables(built.model), data, options)
     approximations.check(backend, options, data.train, summed_loss)
     _check_replacing(built, backend, options)
+    if options["precision"] != "mixed_float16":
+        hints.warn_of_unscaled(built.model)
     own_statistics = backend.own_variables or options["sync_batch_norm"]
     if backend.replicas > 1 and not own_statistics and batch_norms(built.model):
         raise UsageError(

@@ -73,6 +73,22 @@ def test_float16_trains_to_the_same_as_float32_nearly(quiet):
         assert result.metrics["eval_loss"] == pytest.approx(one.metrics["eval_loss"], rel=0.02)
 
 
+class Half(Plain):
+    def build_model(self):
+        return keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, dtype="mixed_float16", name="half")])
+
+    def compute(self, model, batch, training):
+        inputs, labels = batch
+        return {"loss": tf.reduce_sum((tf.cast(model(inputs), labels.dtype) - labels) ** 2, -1)}
+
+
+def test_float16_layers_of_a_run_without_a_loss_scale_are_named(quiet):
+    options = {"epochs": 1, "batch_size": 50, "callbacks": quiet()}
+    with pytest.warns(UserWarning, match=r"Dense 'half' computes in float16, but the loss isn't scaled: .*mixed_float"):
+        fit(Half(), **options)
+    fit(Half(), precision="mixed_float16", **options)
+
+
 def test_the_scale_grows_and_is_kept_in_the_checkpoint(quiet, tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "GROWTH_STEPS", 4)
     options = {"batch_size": 20, "precision": "mixed_float16"}
