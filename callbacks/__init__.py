@@ -102,6 +102,9 @@ _KINDS: dict[str, type[Callback]] = {
 The report reads the journal's last line, and MLflow delivers the report.
 """
 
+STANDARD = tuple(_KINDS.values())
+"""The classes of the standard set."""
+
 _MADE_OTHERWISE: dict[type[Callback], Callable[[], Callback | None]] = {
     SystemMetrics: partial(SystemMetrics, runs_on="chief"),
     TrainerStatus: TrainerStatus.injected,

@@ -91,19 +91,20 @@ def _left_out(task: TrainTask) -> str:
 
 
 def _clipped(task: TrainTask, gradients: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-    """The gradients, clipped as the task's own options say."""
-    import tensorflow as tf
-
+    """The gradients, clipped as the task's own options say; None, of a variable without a gradient, stays."""
     from loop.options import with_defaults
+    from loop.step.gradients import clipped
 
     options = with_defaults(task, {})
-    if options["clip_norm"] is not None:
-        clipped: Sequence[tf.Tensor] = tf.clip_by_global_norm(gradients, options["clip_norm"])[0]
-        return clipped
-    most = options["clip_value"]
-    if most is None:
-        return gradients
-    return [None if gradient is None else tf.clip_by_value(gradient, -most, most) for gradient in gradients]
+    places = []
+    for place, gradient in enumerate(gradients):
+        if gradient is not None:
+            places.append(place)
+    given = clipped(list(map(gradients.__getitem__, places)), options["clip_norm"], options["clip_value"], False)
+    result = list(gradients)
+    for place, gradient in zip(places, given, strict=True):
+        result[place] = gradient
+    return result
 
 
 def _optimizer(task: TrainTask) -> Optimizer:

@@ -43,7 +43,7 @@ class TypedSet(callbacks.StandardSet):
     ) -> None:
         made = make(texts)
         super().__init__(callbacks.complete(callbacks.StandardSet(chosen), made))
-        only_one = (callbacks.EvaluateBeside, *map(type, callbacks.standard()))
+        only_one: tuple[type[callbacks.Callback], ...] = (callbacks.EvaluateBeside, *callbacks.STANDARD)
         self.named = tuple(type(callback) for callback in made if isinstance(callback, only_one))
         if typed.eval_beside is not None:
             self.named += (callbacks.EvaluateBeside,)
@@ -110,9 +110,17 @@ def _made_by_command(text: str) -> callbacks.Callback:
     """The callback of a text that `command_line.callback_option` has made."""
     name, has_argument, argument = text.removeprefix("@").partition("=")
     module, _, class_name = name.partition(":")
-    kind = getattr(importlib.import_module(module), class_name)
-    callback: callbacks.Callback = kind(argument) if has_argument else kind()
-    return callback
+    try:
+        kind = getattr(importlib.import_module(module), class_name)
+    except (ImportError, AttributeError):
+        kind = None
+    # Checked before it is called: a text that was typed may name any function.
+    if not isinstance(kind, type) or not issubclass(kind, callbacks.Callback):
+        raise UsageError(
+            f"--callback {text}: {name} is no callback: the form with @ is for commands that start a training; type "
+            "MODULE:CLASS, or Class(argument=value)"
+        )
+    return kind(argument) if has_argument else kind()  # type: ignore[call-arg]
 
 
 def _made(text: str) -> callbacks.Callback:

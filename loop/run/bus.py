@@ -49,7 +49,8 @@ def callbacks_of(task: TrainTask, given: Iterable[Callback] | None, options: Opt
         )
     if options["keep"] == "best" and not saving:
         raise UsageError("keep='best' takes the weights of the best checkpoint: leave callbacks.Checkpoint in the set")
-    # What a command tries or measures goes without these, whoever has given them: they would slow it down, and keep it.
+    # A run that a command tries or measures goes without these, also without the user's own: they take time, and they
+    # would keep its results.
     if any(getattr(callback, "alone", False) for callback in callbacks):
         callbacks = [
             callback for callback in callbacks if not isinstance(callback, Checkpoint | MLflowTracker | Progress)

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.config import is_op_determinism_enabled  # there is no public function for it
 
-from callbacks import standard
+from callbacks import STANDARD
 from callbacks.files import Anchor, read_json, write_json
 from callbacks.run_record import provenance
 from callbacks.run_record.redaction import redact, tell
@@ -142,11 +142,10 @@ def describe(run: Run) -> Json:
 
 def _added_callbacks(run: Run) -> dict[str, str]:
     """What a run has in addition to the standard set, by key: how each was typed, or "". Without those of commands."""
-    standard_classes = tuple(map(type, standard()))
     added = {}
     for key, callback in run.callbacks.items():
         is_of_command = callback.typed.startswith("@")
-        if not is_of_command and (callback.typed or not isinstance(callback, standard_classes)):
+        if not is_of_command and (callback.typed or not isinstance(callback, STANDARD)):
             added[key] = callback.typed
     return added
 

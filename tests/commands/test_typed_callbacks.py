@@ -17,6 +17,8 @@ from loop.errors import UsageError
     [
         ("EarlyStoping", "tfloop has no callback of this name; did you mean 'EarlyStopping'?"),
         ("os.system('id')", "it is no callback"),
+        ("@os:system=id", "os:system is no callback: the form with @ is for commands"),
+        ("@nothing.here:Class", "@nothing.here:Class: nothing.here:Class is no callback"),
         ("EarlyStopping(__import__('os').system('id'))", "is no literal"),
         ("EarlyStopping(**{})", "** can't be typed"),
         ("EarlyStopping('loss', patience=-1)", "EarlyStopping(patience=-1)"),

@@ -19,7 +19,7 @@ from loop.launch.output import Output
 from loop.target import task_loader
 from tests.campaigns import elastic as campaign
 from tests.campaigns.elastic import TASK, Job, distance
-from tests.conftest import needs_horovod
+from tests.conftest import needs_horovod, until
 
 
 @needs_horovod
@@ -209,9 +209,7 @@ def test_a_discovery_script_that_hangs_leaves_nothing_behind(tmp_path, monkeypat
         with pytest.raises(UsageError, match=r"discover.sh has not ended within 0.01 s: it must print localhost:SLOTS"):
             discovered_slots(script)
     with elastic_limits.discovering(script, print, print):
-        while not (tmp_path / "child").exists():
-            time.sleep(0.01)
+        until((tmp_path / "child").exists)
     status = Path("/proc", (tmp_path / "child").read_text().strip(), "status")
     with contextlib.suppress(FileNotFoundError):  # no parent may be left that asks for its end
-        while "State:\tZ" not in status.read_text():
-            time.sleep(0.01)
+        until(lambda: "State:\tZ" in status.read_text())
