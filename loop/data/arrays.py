@@ -44,6 +44,8 @@ class ArrayData:
     def __init__(self, *arrays: Given, padding: Padding | FillValues = None) -> None:
         if not arrays:
             raise UsageError("ArrayData() without arrays: give at least one")
+        if len(arrays) == 1:
+            _refuse_tuple_of_arrays(arrays[0])
         # Positions stand for names, so that all that follows is the same for dicts and tuples.
         is_dict = len(arrays) == 1 and isinstance(arrays[0], dict)
         named: dict[str | int, Given] = dict(arrays[0]) if is_dict else dict(enumerate(arrays))
@@ -112,6 +114,18 @@ class ArrayData:
     def map_arrays(self, change: Callable[[Array], Array]) -> ArrayData:
         """The data with each array changed."""
         return self.of_structure(tf.nest.map_structure(change, self.arrays), self.padding)
+
+
+def _refuse_tuple_of_arrays(given: Given) -> None:
+    """Refuses `ArrayData((inputs, labels))`, which would be two examples."""
+    if not isinstance(given, tuple) or not all(isinstance(part, np.ndarray | tf.Tensor) for part in given):
+        return
+    rows = {tuple(part.shape[:1]) for part in given}
+    if len(given) > 1 and len(rows) == 1 and rows != {()}:
+        raise UsageError(
+            f"ArrayData: a tuple of {len(given)} arrays with {len(given[0])} rows each: give the arrays one by one, as "
+            "ArrayData(inputs, labels); or a list of arrays, if each is an example"
+        )
 
 
 def _as_arrays(structure: Structure) -> Structure:
