@@ -31,14 +31,21 @@ def shuffled(
         stream: each stream has a permutation of its own. That of stream 0 orders arrays and indexed data. Up to epoch
             255, and with seeds up to 255, it is `tf.random.experimental.index_shuffle` with `seed=[seed, epoch]`.
     """
-    # Of each of the three numbers of the key, the low bits alone count, 8 for small sizes. So what a stream adds, and
-    # the higher bits of epoch and seed, stand in the first one, which is constant in `index_shuffle`.
-    first = _KEY + (seed >> 8) * _APART + stream * _APART
-    high_bits = epoch >> 8 if isinstance(epoch, int) else tf.bitwise.right_shift(epoch, tf.constant(8, tf.int64))
-    key = [first + high_bits, seed, epoch]
+    if tf.is_symbolic_tensor(epoch) and isinstance(stream, int):
+        # In the graph that the epoch comes from, outside of the loop of steps, which all have one key.
+        with epoch.graph.as_default():
+            key = _key(seed, epoch, stream)
+    else:
+        key = _key(seed, epoch, stream)
     return tf.raw_ops.RandomIndexShuffle(
-        index=positions,
-        seed=tf.stack([tf.convert_to_tensor(number, tf.int64) for number in key]),
-        max_index=tf.convert_to_tensor(size - 1, tf.int64),
-        rounds=4,
+        index=positions, seed=key, max_index=tf.convert_to_tensor(size - 1, tf.int64), rounds=4
     )
+
+
+def _key(seed: int, epoch: tf.Tensor | int, stream: int | tf.Tensor) -> tf.Tensor:
+    """The key of a permutation: int64 [3]. See `shuffled`."""
+    # Of each of the three numbers, the low bits alone count, 8 for small sizes. So what a stream adds, and the higher
+    # bits of epoch and seed, stand in the first one, which is constant in `index_shuffle`.
+    high_bits = epoch >> 8 if isinstance(epoch, int) else tf.bitwise.right_shift(epoch, tf.constant(8, tf.int64))
+    first = _KEY + (seed >> 8) * _APART + stream * _APART + high_bits
+    return tf.stack([tf.convert_to_tensor(number, tf.int64) for number in (first, seed, epoch)])
