@@ -204,7 +204,7 @@ class CallbackView:
         if self.backend.replicas > 1:
             self.step.average_statistics()  # between these averages, each replica may have its own
             hashes = self.fingerprints()
-            check_same(state.replicated_names(self._run), hashes, self.backend.local_replicas, self.progress.step)
+            check_same(state.whole_variables(self._run), hashes, self.backend.local_replicas, self.progress.step)
 
     def check_directory(self) -> None:
         """Checks that the run directory is where it was (on the chief, which writes into it).

@@ -12,7 +12,7 @@ from loop.data import evaluation_sets
 from loop.monitor import fault_injection
 from loop.monitor.stopwatch import COMPILING
 from loop.run.pace import Pace
-from loop.run.state import saved_variables
+from loop.run.state import whole_variables
 from loop.step import approximations
 from loop.step.totals import EXAMPLES
 from loop.step.unsaved import warn_of_unsaved
@@ -65,7 +65,8 @@ class Calls:
             laps = marker.laps()
             run.stopwatch.give({part: laps[part] - laps_before[part] for part in laps})
         elif run.backend.is_chief and not run.backend.asynchronous:
-            warn_of_unsaved(run.task, run.model, saved_variables(run), run.step.graph(run.data.iterator))
+            saved = list(whole_variables(run).values())
+            warn_of_unsaved(run.task, run.model, saved, run.step.graph(run.data.iterator))
         examples = int(totals[EXAMPLES])
         run.stopwatch.count(steps, examples)
         self._record(steps, examples, seconds)

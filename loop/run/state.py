@@ -72,11 +72,10 @@ def gathered(run: Run, keep: bool) -> Arrays:
         keep: whether this worker needs them: else it gets none.
     """
     values = {}
-    for name, variable in named_variables(run).items():
-        if isinstance(variable, SlicedVariable):
-            value = variable.gathered(run.backend)  # a collective: also on workers that don't keep it
-            if keep:
-                values[name] = value
+    for name, variable in sliced_variables(run).items():
+        value = variable.gathered(run.backend)  # a collective: also on workers that don't keep it
+        if keep:
+            values[name] = value
     return values
 
 
@@ -84,11 +83,10 @@ def in_parts(run: Run) -> tuple[dict[str, InParts], dict[str, tf.Tensor | np.nda
     """For the variables of which each replica has a slice: their stand-ins, and this worker's slices; by name."""
     places = {}
     part = {}
-    for name, variable in named_variables(run).items():
-        if isinstance(variable, SlicedVariable):
-            part[name] = variable.own(run.backend)
-            elements = part[name].shape[0]
-            places[name] = InParts(np.dtype(variable.dtype.as_numpy_dtype), tuple(variable.shape), elements)
+    for name, variable in sliced_variables(run).items():
+        part[name] = variable.own(run.backend)
+        elements = part[name].shape[0]
+        places[name] = InParts(np.dtype(variable.dtype.as_numpy_dtype), tuple(variable.shape), elements)
     return places, part
 
 
@@ -229,7 +227,8 @@ def restore(run: Run, tensors: Arrays | None, state: Json, adopted: Sequence[str
     run.progress.restore(state["progress"])
     run.epoch.restore(state)
     # Totals of other values, since `compute` was changed: the epoch's means are those of its other steps.
-    if "epoch_metrics" in state and state["epoch_metrics"] != run.step.metric_names():
+    names = run.step.metric_names()
+    if state.get("epoch_metrics", names) != names:
         run.epoch.clear_totals()
     run.epoch.drop_evaluations(run.evaluated_sets)
     if run.plan.named and "phase" in state:
@@ -253,10 +252,10 @@ def scatter(run: Run, tensors: Arrays | None) -> None:
         tensors: those of the snapshot, on the chief; None on the other workers.
     """
     _, values = split(tensors or {}, STREAM)
-    stored = list(values.values())
-    for index, variable in enumerate(named_variables(run).values()):
-        if isinstance(variable, SlicedVariable):
-            variable.scatter(run.backend, stored[index] if stored else None)  # a collective
+    # By position, as in `assign`; not strict, since the other workers have no values.
+    stored = dict(zip(named_variables(run), values.values(), strict=False))
+    for name, variable in sliced_variables(run).items():
+        variable.scatter(run.backend, stored.get(name))  # a collective
 
 
 def adopt(run: Run, state: Json) -> None:
@@ -337,18 +336,15 @@ def named_variables(run: Run) -> dict[str, Variable]:
     return named | numbered("scale", run.step.scale.variables if run.step.scale else [])
 
 
-def saved_variables(run: Run) -> list[tf.Variable]:
-    """The variables that a checkpoint has, but for those of which each replica has a slice."""
-    return [variable for variable in named_variables(run).values() if not isinstance(variable, SlicedVariable)]
+def sliced_variables(run: Run) -> dict[str, SlicedVariable]:
+    """The variables of which each replica has a slice, by the names that they have in a checkpoint."""
+    return {name: variable for name, variable in named_variables(run).items() if isinstance(variable, SlicedVariable)}
 
 
-def replicated_names(run: Run) -> list[str]:
-    """The names of the variables that are the same in all replicas."""
-    names = []
-    for name, variable in named_variables(run).items():
-        if not isinstance(variable, SlicedVariable):
-            names.append(name)
-    return names
+def whole_variables(run: Run) -> dict[str, tf.Variable]:
+    """The other variables, which are the same in all replicas, by the names that they have in a checkpoint."""
+    sliced = sliced_variables(run)
+    return {name: variable for name, variable in named_variables(run).items() if name not in sliced}
 
 
 def averaged(tensors: Arrays) -> Arrays:
