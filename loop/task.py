@@ -83,7 +83,7 @@ class TrainTask:
         for name in names:
             part = getattr(model, name, None)
             if part is None:
-                part = _layer(model, name)
+                part = next((layer for layer in getattr(model, "layers", []) if layer.name == name), None)
             variables = getattr(part, "trainable_variables", None)
             if variables is None:
                 raise UsageError(
@@ -219,25 +219,19 @@ class TrainTask:
         return {"input": batch[0], "label": batch[1], "prediction": model(batch[0], training=False)}
 
 
-def _layer(model: Model, name: str) -> keras.Layer | None:
-    """The model's first layer of this name."""
-    for layer in getattr(model, "layers", []):
-        if layer.name == name:
-            return layer
-    return None
-
-
 class ModelCalls:
-    """Within it, the results of calls `model(...)` are noted.
+    """Within it, calls `model(...)` are noted.
 
     Args:
         model: the model.
 
     Attributes:
+        arguments: of the calls so far, in order: those by position, and those by name.
         results: what the calls have returned so far, in order.
     """
 
     def __init__(self, model: Model) -> None:
+        self.arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.results: list[Any] = []
         self._model = model
         self._kind: Any = type(model)  # Python looks up `model(...)` on the class, so that is what is changed
@@ -253,9 +247,11 @@ class ModelCalls:
 
     def _listening(self, original: Any) -> Any:
         def call(model: Model, *args: Any, **kwargs: Any) -> Any:
+            if model is not self._model:  # another object of the class, such as a model within this one
+                return original(model, *args, **kwargs)
+            self.arguments.append((args, kwargs))
             result = original(model, *args, **kwargs)
-            if model is self._model:  # other objects of the class, such as a model within this one, call it too
-                self.results.append(result)
+            self.results.append(result)
             return result
 
         return call

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.checkpoint.writer import arrays
-from loop.data import Source
+from loop.data import Source, count
 from loop.errors import UsageError, message_of
 from loop.model.variables import all_variables, carried_variables, model_variables
 from loop.run.state import AVERAGES, assign, averaged, named_variables, numbered
@@ -22,7 +22,7 @@ from loop.step.example_trace import of_size, put_back
 from loop.step.replica import probing
 from loop.step.sharding import SlicedVariable
 from loop.step.tracing import as_written
-from loop.task import Batch, Model, TrainTask
+from loop.task import Batch, Model, ModelCalls, TrainTask
 
 if TYPE_CHECKING:
     from loop.run.run import Run
@@ -93,35 +93,16 @@ def _longer_shapes(task: TrainTask, built: BuiltModel, source: Source) -> list[t
 
 def call_of(task: TrainTask, model: Model, batch: Batch) -> Arguments:
     """The arguments with which `compute` calls the model first, on a batch that is evaluated."""
-    kind = type(model)
-    calls: list[Arguments] = []
-    if callable(model):
-        original = kind.__call__
-
-        def listening(self: Model, *args: Any, **kwargs: Any) -> Any:
-            if self is model:
-                calls.append((args, kwargs))
-            return original(self, *args, **kwargs)
-
-        # On the class, where Python looks up `model(...)`; it is put back as it was, or removed if it was inherited.
-        own = "__call__" in vars(kind)
-        kind.__call__ = listening
-        try:
-            # What the call changes in the model, such as a counter of seeds, is put back.
-            state = [*model_variables(model), *carried_variables(model)]
-            with probing(int(tf.shape(tf.nest.flatten(batch)[0])[0])), put_back(state):
-                task.compute(model, batch, training=False)
-        finally:
-            if own:
-                kind.__call__ = original
-            else:
-                del kind.__call__
-    if not calls:
+    # What the call changes in the model, such as a counter of seeds, is put back.
+    state = [*model_variables(model), *carried_variables(model)]
+    with ModelCalls(model) as calls, probing(int(count(batch))), put_back(state):
+        task.compute(model, batch, training=False)
+    if not calls.arguments:
         raise UsageError(
             f"compute() of {type(task).__name__} never calls the model as model(...), so that its inputs aren't known: "
             "give the model a __call__ and use it there, or export its weights to a file *.npz"
         )
-    return calls[0]
+    return calls.arguments[0]
 
 
 class Served(tf.Module):
@@ -162,7 +143,7 @@ class Served(tf.Module):
         shape = tf.TensorShape([None, *leaf.shape[1:]] if leaf.shape.rank else [])  # a scalar has no axis of examples
         others = self._other_shapes.value
         if len(others) == len(self._inputs.value) and others[index].rank == shape.rank:
-            shape = _common_shape(shape, others[index])
+            shape = shape.most_specific_common_supertype([others[index]])  # open in the axes that differ
         # The model's own shape wins, if its inputs are those of this call.
         if len(known) == len(self._inputs.value) and tf.TensorShape(known[index]).is_compatible_with(leaf.shape):
             shape = tf.TensorShape(known[index])
@@ -194,11 +175,11 @@ class Served(tf.Module):
 
     def named_example(self) -> dict[str, np.ndarray]:
         """The examples that it was made with, by the name of the input."""
-        return {name: tensor.numpy() for name, tensor in self._inputs.value.items()}
+        return arrays(self._inputs.value)
 
     def example(self) -> ServedArrays:
         """The examples that it was made with, as `serve` takes them."""
-        by_name = arrays(self._inputs.value)
+        by_name = self.named_example()
         return by_name if len(by_name) > 1 else next(iter(by_name.values()))
 
     def outputs(self) -> ServedArrays:
@@ -218,14 +199,6 @@ class Hidden(Generic[T]):
 
     def __init__(self, value: T) -> None:
         self.value = value
-
-
-def _common_shape(shape: tf.TensorShape, other: tf.TensorShape) -> tf.TensorShape:
-    """The shape with those axes open in which another one differs."""
-    sizes = []
-    for size, other_size in zip(shape, other, strict=True):
-        sizes.append(size if size == other_size else None)
-    return tf.TensorShape(sizes)
 
 
 def called(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
