@@ -32,25 +32,13 @@ def note(directory: Path, target: str | None, plan: object = None) -> None:
         target: the target of the task, with an absolute path; None: the task can't be named.
         plan: of a sweep, what is done when it is resumed.
     """
-    with contextlib.suppress(OSError, RuntimeError):  # there is no home directory, or it can't be written
-        records = _records()
-        records.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not _is_private(records):
-            return
-        if target is None:
-            # The entry of an earlier task would name other code than that of this run.
-            _entry(records, directory).unlink(missing_ok=True)
-            return
-        _write(records, directory, {"target": target, "plan": _digest(plan)})
+    # Without a target, the entry of an earlier task would name other code than that of this run.
+    _record(directory, {} if target is None else {"target": target, "plan": _digest(plan)})
 
 
 def note_store(directory: Path, uri: str) -> None:
     """Records that this user has delivered a run to a tracking store. Best effort."""
-    with contextlib.suppress(OSError, RuntimeError):
-        records = _records()
-        records.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if _is_private(records):
-            _write(records, directory, _recorded(directory) | {"store": uri})
+    _record(directory, _recorded(directory) | {"store": uri})
 
 
 def may_contact(directory: Path, uri: str) -> bool:
@@ -123,14 +111,23 @@ def _recorded(directory: Path) -> dict[str, object]:
     return entry if same else {}
 
 
-def _write(records: Path, directory: Path, what: dict[str, object]) -> None:
-    path = _entry(records, directory)
-    real = directory.resolve()
-    entry = {**what, "path": str(real), "inode": real.stat().st_ino, "time": time.time()}
-    with files.replacing(path, aside=files.hidden_name(path)) as file:
-        os.fchmod(file.fileno(), 0o600)
-        file.write(json.dumps(entry).encode())
-    _remove_old(records)
+def _record(directory: Path, what: dict[str, object]) -> None:
+    """Writes the entry of a directory, or removes it if it has nothing to say. Best effort."""
+    with contextlib.suppress(OSError, RuntimeError):  # there is no home directory, or it can't be written
+        records = _records()
+        records.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not _is_private(records):
+            return
+        path = _entry(records, directory)
+        if not what:
+            path.unlink(missing_ok=True)
+            return
+        real = directory.resolve()
+        entry = {**what, "path": str(real), "inode": real.stat().st_ino, "time": time.time()}
+        with files.replacing(path, aside=files.hidden_name(path)) as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(json.dumps(entry).encode())
+        _remove_old(records)
 
 
 def _records() -> Path:
