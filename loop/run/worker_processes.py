@@ -35,6 +35,7 @@ from loop.target import cells
 from loop.target.fields import plain, set_fields
 from loop.target.fields import typed as typed_field
 from loop.task import Model, TrainTask, hyperparameters, target_of
+from loop.task import defaults as field_defaults
 
 SOURCE = "notebook_task.py"
 """The file in the run directory with the cells of a notebook that the task needs."""
@@ -120,33 +121,25 @@ def _typed_options(task: TrainTask, given: Mapping[str, object]) -> list[str]:
     """
     typed = []
     for name, value in given.items():
-        flag = f"--{name.replace('_', '-')}"
+        flag = name.replace("_", "-")
         value = plain_numbers(value)
         if value is None:
-            continue
-        # Other options that are off by default can't be typed as off.
-        if value is False and not _has_off(name) and task.defaults.get(name):
-            raise UsageError(f"fit(workers=...) with {name}={value!r}: put it into the task's defaults instead")
-        if isinstance(value, bool):
-            typed += _typed_flag(name, flag, value)
             continue
         if isinstance(value, dict):
             value = [f"{key}={pace}" for key, pace in value.items()]
         if isinstance(value, list | tuple):
             value = ",".join(map(str, value))
-        typed.append(f"{flag}={value}")
+
+        if value is True:
+            typed.append(f"--{flag}")
+        # Options that are on by default can be typed as off; and this one, which decides on examples.
+        elif value is False and (DEFAULTS[name] or name == "drop_remainder"):
+            typed.append(f"--no-{flag}")
+        elif value is False and task.defaults.get(name):
+            raise UsageError(f"fit(workers=...) with {name}={value!r}: put it into the task's defaults instead")
+        elif value is not False:
+            typed.append(f"--{flag}={value}")
     return typed
-
-
-def _typed_flag(name: str, flag: str, value: bool) -> list[str]:
-    if value:
-        return [flag]
-    return [f"--no-{flag.removeprefix('--')}"] if _has_off(name) else []
-
-
-def _has_off(name: str) -> bool:
-    """Whether an option can be typed as off: those that are on by default, and this one, which decides on examples."""
-    return bool(DEFAULTS[name]) or name == "drop_remainder"
 
 
 def _typed_fields(task: TrainTask) -> list[str]:
@@ -156,7 +149,8 @@ def _typed_fields(task: TrainTask) -> list[str]:
         UsageError: one can't be typed.
     """
     defaults: dict[str, object] = {}
-    if dataclasses.is_dataclass(task) and _has_defaults(task):
+    has_defaults = not any(value is dataclasses.MISSING for value in field_defaults(type(task)).values())
+    if dataclasses.is_dataclass(task) and has_defaults:
         defaults = hyperparameters(type(task)())
     typed = []
     changed = {}
@@ -201,16 +195,6 @@ def _check_attributes(task: TrainTask, changed: Json) -> None:
                 f"fit(workers=...): {name} of this {kind} was set, but it is no field, and other processes make a "
                 f"{kind} of its fields alone: make {kind} a @dataclass with the field {name}"
             )
-
-
-def _has_defaults(task: TrainTask) -> bool:
-    fields: Any = dataclasses.fields(task)  # type: ignore[arg-type]
-    missing = dataclasses.MISSING
-    for field in fields:
-        has_default = field.default is not missing or field.default_factory is not missing
-        if field.init and not has_default:
-            return False
-    return True
 
 
 def _equal(one: object, other: object) -> bool:
