@@ -208,12 +208,12 @@ class Bus:
 
     def steps_left(self) -> int | None:
         """How many steps may be made before a callback is due; None: any number."""
-        nearest_due: int | None = None
+        left = []
         for listener in self._listeners:
             steps = listener.schedule.steps_left(self._run.progress.step)
             if steps is not None:
-                nearest_due = steps if nearest_due is None else min(nearest_due, steps)
-        return nearest_due
+                left.append(steps)
+        return min(left, default=None)
 
     def _call(self, callback: Callback, event: str, *args: Any) -> Any:
         # After an error, hooks of all ranks are still called: other workers' calls of them may hold collectives.
