@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import UnionType
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -21,17 +22,36 @@ PartPath: TypeAlias = tuple[str | int, ...]
 """Where a part is in an example: the keys of dicts, and the positions in tuples."""
 
 
-def flatten(example: Example, path: PartPath = ()) -> Iterator[tuple[PartPath, Part]]:
-    """The parts of an example that aren't dicts or tuples, each with its path; in the order of `tf.nest.flatten`."""
+def flatten(
+    example: Example, path: PartPath = (), sequences: type | UnionType = tuple
+) -> Iterator[tuple[PartPath, Part]]:
+    """The parts of an example, each with its path; in the order of `tf.nest.flatten`.
+
+    Args:
+        example: the example.
+        path: of the example itself.
+        sequences: the types, beside dicts, that have parts: a list within an example is an array.
+    """
     if isinstance(example, Mapping):
         # Sorted, since `tf.nest` orders dicts by key: names and tensors of one example must meet in the same order.
         for name in sorted_keys(example):
-            yield from flatten(example[name], (*path, name))
-    elif isinstance(example, tuple):
+            yield from flatten(example[name], (*path, name), sequences)
+    elif isinstance(example, sequences):
         for position, part in enumerate(example):
-            yield from flatten(part, (*path, position))
+            yield from flatten(part, (*path, position), sequences)
     else:
         yield path, example
+
+
+def name_of(path: PartPath) -> str | int:
+    """The name of the array at the end of a path.
+
+    It is the key in a dict, the position in a tuple, and 0 for a bare array. For an array further down it is the path
+    to it, such as `"0/tokens"`.
+    """
+    if len(path) == 1:
+        return path[0]
+    return "/".join(map(str, path)) or 0  # 0: a bare array has an empty path
 
 
 def sorted_keys(parts: Mapping[Name, Any]) -> list[Name]:
@@ -107,10 +127,7 @@ def dicts_of(columns: Mapping[Name, Sequence[Part]], count: int) -> list[dict[Na
 
 def count_of(batch: Columns) -> int:
     """The number of rows of a batch."""
-    # All parts have the same first axis, so any of them tells.
-    first = batch
-    while isinstance(first, Mapping | tuple):
-        first = next(iter(first.values() if isinstance(first, Mapping) else first))
+    _, first = next(flatten(batch))  # all parts have the same first axis, so any of them tells
     return len(first)
 
 

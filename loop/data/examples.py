@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 from loop.data.data_files import ChangedFileError
-from loop.data.example_parts import Example, Part, PartPath, flatten, refuse_masked, row_of
+from loop.data.example_parts import Example, Part, flatten, name_of, refuse_masked, row_of
 from loop.data.random_access import Reader
 from loop.errors import TrainingError, UsageError, named
 
@@ -24,7 +24,7 @@ class ArraySpec:
     """What an array of the examples is like.
 
     Attributes:
-        name: the name of the array; see `padding.leaf_names`.
+        name: the name of the array; see `name_of`.
         shape: the shape of the array in one example.
         dtype: the dtype of the array in a batch; `object` for text.
         padded: the number of axes, from the first on, that differ in size from example to example.
@@ -245,13 +245,6 @@ def specs_of(example: Example, index: int) -> list[ArraySpec]:
             f"IndexedData: example {index} has no arrays: return an array, or a dict or tuple of them"
         )
     return specs
-
-
-def name_of(path: PartPath) -> str | int:
-    """The name of the array at the end of a path; see `padding.leaf_names`."""
-    if len(path) == 1:
-        return path[0]
-    return "/".join(map(str, path)) or 0  # 0: a bare array has an empty path
 
 
 def named_parts(example: Example) -> tuple[list[str | int], list[Part]]:

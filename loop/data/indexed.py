@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from callbacks.arguments import is_number
-from loop.data.example_parts import Example, flatten
-from loop.data.examples import ArraySpec, ExampleReader, MixedReader, array_of, example_seeds, name_of, names_of
+from callbacks.arguments import is_number, is_whole
+from loop.data.example_parts import Example, flatten, name_of
+from loop.data.examples import ArraySpec, ExampleReader, MixedReader, array_of, example_seeds, names_of
 from loop.data.graph_map import is_graph, on_tensors
 from loop.data.joined import known_lengths
 from loop.data.padding import FillValues, Padding, as_padding
@@ -113,12 +113,13 @@ class IndexedData:
 
         What an evaluation is to have alone is split off the sources before they are mixed.
         """
-        return self._range(0, min(_whole(count, "take"), self.size))
+        return self._narrowed(lambda indices: indices, min(_whole(count, "take"), self.size))
 
     def skip(self, count: int) -> IndexedData:
         """All but the first `count` examples."""
         self._check_indices("skip")
-        return self._range(min(_whole(count, "skip"), self.size), self.size)
+        start = min(_whole(count, "skip"), self.size)
+        return self._narrowed(lambda indices: indices + start, self.size - start)
 
     def head(self, count: int) -> IndexedData:
         """The first examples, the same ones in each epoch; those of a mixture are others in the next one."""
@@ -141,7 +142,8 @@ class IndexedData:
                 f"IndexedData.filter: {kept.dtype}{list(kept.shape)} instead of bool[{self.size}]: give a function of "
                 "the index, or one bool for each example"
             )
-        return self._of_indices(np.flatnonzero(kept).astype(np.int64))
+        chosen = np.flatnonzero(kept).astype(np.int64)
+        return self._narrowed(lambda indices: chosen[indices], len(chosen))
 
     def split(self, share: float, key: Callable[[int], object] | None = None) -> tuple[IndexedData, IndexedData]:
         """Splits the examples by a hash into two parts, such as for training and for evaluation.
@@ -263,12 +265,6 @@ class IndexedData:
                 f"of the sources with {what}, and mix these"
             )
 
-    def _range(self, start: int, stop: int) -> IndexedData:
-        return self._narrowed(lambda indices: indices + start, stop - start)
-
-    def _of_indices(self, kept: np.ndarray) -> IndexedData:
-        return self._narrowed(lambda indices: kept[indices], len(kept))
-
     def _narrowed(self, select: Callable[[np.ndarray], np.ndarray], size: int) -> IndexedData:
         """The same data with fewer examples; `select` makes indices of this data from those of the result."""
 
@@ -334,14 +330,14 @@ def _checked_readers(readers: int | str) -> int:
     """The number of reading processes, from the argument `readers`."""
     if readers == "auto":
         return usable_cpus()
-    if not isinstance(readers, int) or isinstance(readers, bool) or readers < 0:  # for Python, True is an int
+    if not is_whole(readers, 0):
         raise UsageError(f"IndexedData(readers={readers!r}): give a number of processes, 0 for threads, or 'auto'")
-    return readers
+    return int(readers)
 
 
 def _whole(count: int, what: str) -> int:
     """A number of examples, checked; `what` is the method that got it."""
-    if not isinstance(count, int | np.integer) or isinstance(count, bool) or count < 0:
+    if not is_whole(count, 0):
         raise UsageError(f"IndexedData.{what}({count!r}): give a number of examples")
     return int(count)
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from loop.data.example_parts import PartPath
-from loop.data.examples import name_of
+from loop.data.example_parts import PartPath, name_of
 from loop.data.random_access import ArrayRows, Reader, Structure, reader_of
 from loop.errors import UsageError
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from loop.data.padding import Padding, Scalar, Structure, along_axis, call_with, in_order, leaf_names
+from loop.data.padding import Padding, Scalar, Structure, along_axes, call_with, in_order, inside, leaf_names
 from loop.errors import UsageError
 from loop.task import Batch
 
@@ -134,7 +134,7 @@ class PaddedBatches:
                 for axis in range(axes):
                     leaf = _of_size(leaf, axis + 1, padded[axis], value)
                 if name in self._masked:
-                    masks[name] = _mask(sizes, padded, axes)
+                    masks[name] = inside(sizes, along_axes(padded, axes))
             tensors.append(leaf)
         batch = tf.nest.pack_sequence_as(self._spec, tensors)
         return self._padding.with_masks(batch, in_order(masks, self._masked))
@@ -177,13 +177,3 @@ def _of_size(tensor: tf.Tensor, axis: int, size: tf.Tensor, value: Scalar) -> tf
     gap = tf.concat([shape[:axis], [size - shape[axis]], shape[axis + 1 :]], 0)
     tensor = tf.concat([tensor, tf.fill(gap, tf.constant(value, tensor.dtype))], axis)
     return tf.ensure_shape(tensor, [*static[:axis], None, *static[axis + 1 :]])
-
-
-def _mask(lengths: tf.Tensor, padded: tf.Tensor, axes: int) -> tf.Tensor:
-    """Where there is data: bool [examples, padded...]."""
-    # True where the position along every axis is below the example's own size there.
-    mask = tf.constant(True)
-    for axis in range(axes):
-        along = tf.reshape(tf.range(padded[axis]), along_axis(axis, axes))
-        mask &= along < tf.reshape(lengths[:, axis], [-1] + [1] * axes)
-    return mask

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from callbacks.nearest import nearest
-from loop.data.example_parts import sorted_keys
+from loop.data.example_parts import flatten, name_of, sorted_keys
 from loop.errors import UsageError
 from loop.task import Batch
 
@@ -60,7 +60,7 @@ class Padding:
     def __post_init__(self) -> None:
         for name in ("multiple", "buckets"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:  # for Python, True is an int
+            if type(value) is not int or value < 1:
                 raise UsageError(f"Padding({name}={value!r}): give an integer of at least 1")
         if not isinstance(self.bucket_by, bool) and not callable(self.bucket_by):
             raise UsageError(
@@ -172,11 +172,33 @@ def as_padding(padding: Padding | FillValues) -> Padding | None:
     return Padding(padding)
 
 
-def along_axis(axis: int, axes: int) -> list[int]:
-    """The shape [1, 1.., -1, 1..] in which numbers vary along one of the padded axes of a batch alone."""
-    shape = [1] * (1 + axes)
-    shape[1 + axis] = -1
-    return shape
+def along_axes(lengths: tf.Tensor, axes: int) -> list[tf.Tensor]:
+    """For each padded axis of a batch, the positions along it: int64 [1, 1.., length, 1..]."""
+    positions = []
+    for axis in range(axes):
+        shape = [1] * (1 + axes)
+        shape[1 + axis] = -1
+        positions.append(tf.reshape(tf.range(lengths[axis]), shape))
+    return positions
+
+
+def by_axis(shapes: tf.Tensor) -> list[tf.Tensor]:
+    """The sizes of examples, int64 [n, axes]: for each axis, int64 [n, 1, ..]."""
+    axes = shapes.shape[1]
+    return [tf.reshape(shapes[:, axis], [-1] + [1] * axes) for axis in range(axes)]
+
+
+def inside(shapes: tf.Tensor, along: list[tf.Tensor]) -> tf.Tensor:
+    """Where examples of these shapes, int64 [n, axes], have data: bool [n, lengths...].
+
+    Args:
+        shapes: of the examples.
+        along: the positions in the padded batch; see `along_axes`.
+    """
+    where = tf.constant(True)
+    for size, positions in zip(by_axis(shapes), along, strict=True):
+        where &= positions < size
+    return where
 
 
 def call_with(function: Callable[..., T], example: Structure) -> T:
@@ -185,30 +207,8 @@ def call_with(function: Callable[..., T], example: Structure) -> T:
 
 
 def leaf_names(structure: Structure) -> list[str | int]:
-    """The names of the arrays of an example, in the order of `tf.nest.flatten`.
-
-    The name is the key in a dict, the position in a tuple, and 0 for a bare array. For an array further down it is the
-    path to it, such as `"0/tokens"`.
-    """
-    return list(map(_leaf_name, _paths(structure, ())))
-
-
-def _leaf_name(path: tuple[str | int, ...]) -> str | int:
-    if len(path) == 1:
-        return path[0]
-    return "/".join(map(str, path)) or 0  # 0: a bare array has an empty path
-
-
-def _paths(structure: Structure, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
-    """The paths to the arrays of a structure, which itself is at `path`."""
-    if isinstance(structure, Mapping):
-        for key in sorted_keys(structure):  # as `tf.nest.flatten` does
-            yield from _paths(structure[key], (*path, key))
-    elif isinstance(structure, tuple | list):
-        for position, part in enumerate(structure):
-            yield from _paths(part, (*path, position))
-    else:
-        yield path
+    """The names of the arrays of a structure, in the order of `tf.nest.flatten`; see `name_of`."""
+    return [name_of(path) for path, _ in flatten(structure, (), tuple | list)]
 
 
 def lengthened(batch: Batch, specs: Structure) -> Batch:
