@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from loop.data.pipelines import parts_of
 from loop.errors import UsageError
 
 
@@ -28,10 +29,9 @@ class OpenGenerator(NamedTuple):
 def open_generators(dataset: tf.data.Dataset) -> list[OpenGenerator]:
     """The iterators of Python from which the iterators of a pipeline read now."""
     opened: list[OpenGenerator] = []
-    for part in dataset._inputs():
-        opened += open_generators(part)
-    for function in dataset._functions():
-        opened += _of_part(getattr(function, "_func", None))
+    for part in parts_of(dataset):
+        for function in part._functions():
+            opened += _of_part(getattr(function, "_func", None))
     return opened
 
 

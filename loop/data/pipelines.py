@@ -19,6 +19,14 @@ _NOT_STACKED = (
 """What TensorFlow's errors say about examples of different shapes."""
 
 
+def parts_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """The parts that a pipeline is made of, from its end to its inputs."""
+    parts = [dataset]
+    for part in parts:  # the list grows meanwhile
+        parts += part._inputs()
+    return parts
+
+
 def dense(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """The pipeline, with the specs of dense tensors for rows of a `tf.RaggedTensor` that are dense themselves."""
     specs = tf.nest.flatten(dataset.element_spec)
@@ -76,12 +84,11 @@ def check_spec(dataset: tf.data.Dataset) -> None:
 
 def one_order(dataset: tf.data.Dataset) -> bool:
     """Whether a pipeline yields its examples in the same order each time, as far as its parts show."""
-    parts: list[tf.data.Dataset] = [dataset]
+    parts = parts_of(dataset)
     tensors: list[tf.Tensor] = []
-    for part in parts:  # the list grows meanwhile
+    for part in parts:
         if part.options().deterministic is False:
             return False
-        parts += part._inputs()
         tensors += getattr(part, "_tensors", [])
         for function in part._functions():
             tensors += function.function.captured_inputs
