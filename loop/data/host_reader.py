@@ -16,7 +16,7 @@ from loop.data.buckets import LengthBuckets
 from loop.data.graph_ahead import GraphReadAhead
 from loop.data.indexed import IndexedData
 from loop.data.order import shuffled
-from loop.data.own_arrays import array_of_own
+from loop.data.own_arrays import array_of_own_of
 from loop.data.pending_batches import PendingBatches, Position
 from loop.data.read_ahead import ReadAhead
 from loop.data.row_shares import RowShares
@@ -129,7 +129,8 @@ class HostReader:
     def empty_batch(self, index: np.ndarray) -> PendingBatches:
         """A batch of some examples, to be filled; as in epoch 0."""
         widths = self._widths([index], 0)
-        return PendingBatches(Position(0, 0), _copied(index), self._layout.new(len(index)), widths=widths)
+        own = array_of_own_of(index, index.dtype)
+        return PendingBatches(Position(0, 0), own, self._layout.new(len(index)), widths=widths)
 
     def _reader(self, shares: RowShares, parts: int) -> ReadAhead | GraphReadAhead:
         with self._opening:  # two operations of a graph may ask at once
@@ -179,7 +180,8 @@ class HostReader:
 
         # What is read as whole batches brings its own arrays, but where there are no rows to read.
         leaves = [] if whole_batches and starts[-1] else self._layout.new(starts[-1])
-        return PendingBatches(position, _copied(np.concatenate(own)), leaves, starts, widths[:count])
+        index = np.concatenate(own)
+        return PendingBatches(position, array_of_own_of(index, index.dtype), leaves, starts, widths[:count])
 
     def _fitting(self, widths: np.ndarray) -> int:
         """How many of some batches aren't too large to be handed over at once; at least one."""
@@ -277,13 +279,6 @@ def _warn_of_python(unlike: bool) -> None:
 def _own(shares: RowShares, parts: int, whole: np.ndarray) -> np.ndarray:
     """A worker's rows of a global batch that is cut into micro-batches."""
     return whole[shares.on_host(len(whole), parts)]
-
-
-def _copied(index: np.ndarray) -> np.ndarray:
-    """The indices of a batch, as an array that no operation of the graph writes to."""
-    copy = array_of_own([len(index)], index.dtype)
-    copy[...] = index
-    return copy
 
 
 def _graph_threads() -> int:

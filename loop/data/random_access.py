@@ -7,7 +7,7 @@ import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -32,15 +32,6 @@ Foreign: TypeAlias = Any
 """An object of a library that is loaded only when a user passes one, such as an Arrow table."""
 _JOINED_AT_ONCE = 256
 """The number of stretches that are joined at once: they stay in a core's cache until they are written to the result."""
-
-
-@runtime_checkable
-class RandomAccess(Protocol):
-    """Examples that can be read by index."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Example: ...
 
 
 class Reader(Protocol):
@@ -80,9 +71,9 @@ def reader_of(source: Source) -> Reader:
     # An Arrow table is recognized by its interface, so that pyarrow isn't imported for other sources.
     if hasattr(source, "__arrow_c_stream__") and hasattr(source, "num_rows"):
         return Table(source)
-    if not isinstance(source, RandomAccess):
-        kind = type(source)
-        missing = [name for name in ("__len__", "__getitem__") if not hasattr(kind, name)]
+    kind = type(source)
+    missing = [name for name in ("__len__", "__getitem__") if not hasattr(kind, name)]
+    if missing:
         raise UsageError(
             f"IndexedData({kind.__name__}): it has no {' and '.join(missing)}: give an array, a memory map, an .npy or "
             ".parquet file, or an object with a length whose examples can be read by index"
@@ -91,12 +82,8 @@ def reader_of(source: Source) -> Reader:
     try:
         len(source)
     except TypeError as error:
-        raise UsageError(
-            f"IndexedData({type(source).__name__}): {error}: give an array or a list of examples"
-        ) from None
-    if _is_keras_batches(source):
-        return _Batches(source)
-    return _Items(source)
+        raise UsageError(f"IndexedData({kind.__name__}): {error}: give an array or a list of examples") from None
+    return _Batches(source) if _is_keras_batches(kind) else _Items(source)
 
 
 def _refuse_other_items(source: Source) -> None:
@@ -138,11 +125,12 @@ class ArrayRows:
         self._row_bytes = array.dtype.itemsize * math.prod(array.shape[1:])
         self._map = _shared_map(array)
         self._file = _file_of(array)
+        self._is_large = False
         if self._map is not None:
             self._map.madvise(mmap.MADV_RANDOM)  # rows are read in a shuffled order, so reading ahead is of no use
-        self._is_large = self._map is not None and len(self._map) > LARGE
-        if self._map is not None and self._is_large:
-            MAPPED_MEMORY.add(self._map)
+            self._is_large = len(self._map) > LARGE
+            if self._is_large:
+                MAPPED_MEMORY.add(self._map)
 
     def __len__(self) -> int:
         return len(self._array)
@@ -242,7 +230,7 @@ class _Items:
 
     by_column = False
 
-    def __init__(self, source: RandomAccess) -> None:
+    def __init__(self, source: Source) -> None:
         self._source = source
         many = getattr(source, "__getitems__", None)
         self._many: Callable[[list[int]], Sequence[Example]] | None = many if callable(many) else None
@@ -344,14 +332,10 @@ class _Batches:
         return batches[number]
 
 
-def _is_keras_batches(source: object) -> bool:
-    """Whether a source is a `PyDataset` of Keras, or a `Sequence`, as older versions call it."""
-    return any(map(_is_batches_class, type(source).mro()))
-
-
-def _is_batches_class(kind: type) -> bool:
+def _is_keras_batches(kind: type) -> bool:
+    """Whether sources of a class are `PyDataset`s of Keras, or `Sequence`s, as older versions call it."""
     # By name, since both families of Keras have such a class, and neither is to be imported for this.
-    return kind.__name__ in ("PyDataset", "Sequence") and "keras" in kind.__module__
+    return any(base.__name__ in ("PyDataset", "Sequence") and "keras" in base.__module__ for base in kind.mro())
 
 
 def _of_file(path: Path) -> Reader:
