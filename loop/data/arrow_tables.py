@@ -89,10 +89,10 @@ def _column(column: pyarrow.ChunkedArray) -> Sequence[Part]:
     if types.is_dictionary(arrow_type):
         # Such as categories of pandas, of which `to_numpy` makes a null one of the others.
         return _column(column.cast(arrow_type.value_type))
-    if any(is_of_lists(arrow_type) for is_of_lists in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
+    if isinstance(arrow_type, pyarrow.ListType | pyarrow.LargeListType | pyarrow.FixedSizeListType):
         # `to_pylist` would make Python's numbers, which have lost their dtype.
         return list(map(_list_of, column))
-    if types.is_string(arrow_type) or types.is_large_string(arrow_type) or types.is_binary(arrow_type):
+    if arrow_type in (pyarrow.string(), pyarrow.large_string(), pyarrow.binary()):
         return column.to_pylist()
     if types.is_integer(arrow_type) and column.null_count:
         # NumPy makes floats of all, but an example must not depend on which others are read together with it.
