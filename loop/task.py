@@ -309,22 +309,23 @@ def _check_arguments(task: TrainTask, name: str) -> None:
         ) from None
 
 
+def _fields(task: object) -> tuple[dataclasses.Field[Any], ...]:
+    """The fields of a task, or of its class; none if it isn't a dataclass."""
+    return dataclasses.fields(task) if dataclasses.is_dataclass(task) else ()
+
+
 def hyperparameters(task: TrainTask) -> dict[str, object]:
     """The task's dataclass fields and their values; {} if it isn't a dataclass.
 
     Those with `init=False` are left out: the task computes them of the others, and can't be made with them.
     """
-    if not dataclasses.is_dataclass(task):
-        return {}
-    return {field.name: getattr(task, field.name) for field in dataclasses.fields(task) if field.init}
+    return {field.name: getattr(task, field.name) for field in _fields(task) if field.init}
 
 
 def field_values(task: TrainTask) -> dict[str, object]:
     """The values of all dataclass fields, also of those that the task computes, if they are set by now."""
-    if not dataclasses.is_dataclass(task):
-        return {}
     computed = {}
-    for field in dataclasses.fields(task):
+    for field in _fields(task):
         if not field.init and hasattr(task, field.name):
             computed[field.name] = getattr(task, field.name)
     return hyperparameters(task) | computed
@@ -338,8 +339,6 @@ def without_computed(task: TrainTask, recorded: dict[str, object]) -> dict[str, 
 
 def changed_fields(task: TrainTask) -> list[str]:
     """The names of the fields whose values aren't the task's defaults."""
-    if not dataclasses.is_dataclass(task):
-        return []
     changed = []
     for name, default in defaults(type(task)).items():
         value = getattr(task, name)
@@ -355,7 +354,7 @@ def changed_fields(task: TrainTask) -> list[str]:
 def defaults(kind: type) -> dict[str, object]:
     """The defaults of a task's fields, but for those that it computes; `MISSING`, which no value equals, for none."""
     found: dict[str, object] = {}
-    for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+    for field in _fields(kind):
         if field.init:
             found[field.name] = field.default
             if field.default_factory is not dataclasses.MISSING:

@@ -191,11 +191,8 @@ def _lists_as_sequences(arrays: Mapping[str | int, Given], converted: dict[str |
 def _array_or_sequences(given: Given, name: str | int) -> Array:
     """One array, if NumPy can make one; else examples of different lengths."""
     refuse_masked(given, f"ArrayData: array {name!r}: ")
-    # Of these, NumPy would make an array of objects, or fail.
-    one_by_one = isinstance(given, tf.RaggedTensor)
-    if isinstance(given, np.ndarray) and given.dtype == object:
-        one_by_one = is_list_of_examples(given)
-    if not one_by_one:
+    # Of a ragged tensor, or an array of arrays, NumPy would make an array of objects, or fail.
+    if not (isinstance(given, tf.RaggedTensor | np.ndarray) and is_list_of_examples(given)):
         try:
             array = as_array(given)
         except ValueError:  # a list of lists of different lengths

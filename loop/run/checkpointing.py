@@ -141,11 +141,7 @@ class Checkpointing:
             if run.decision.check:
                 run.check_replicas()
 
-            snapshot = self._snapshot(reason)
-            pending = [] if held is None else [held]
-            if snapshot is not None:
-                pending.append(snapshot)
-            self._write(pending)
+            self._write(list(filter(None, [held, self._snapshot(reason)])))
 
     def _write(self, pending: list[Snapshot]) -> None:
         """Starts to write snapshots, oldest first."""

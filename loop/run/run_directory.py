@@ -257,7 +257,7 @@ def newest(paths: list[Path]) -> Located | None:
 def locate_weights(path: Path) -> Located:
     """The checkpoint whose weights are the result of a run: the best if the run keeps it, else as `locate`."""
     last, last_state = locate(path)
-    step = last_state["best"]["step"] if "best" in last_state else last_state["step"]
+    step = last_state.get("best", last_state)["step"]
     # A checkpoint that was named itself is taken as it is.
     if last == path or step == last_state["step"]:
         return last, last_state

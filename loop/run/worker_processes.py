@@ -149,8 +149,8 @@ def _typed_fields(task: TrainTask) -> list[str]:
         UsageError: one can't be typed.
     """
     defaults: dict[str, object] = {}
-    has_defaults = not any(value is dataclasses.MISSING for value in field_defaults(type(task)).values())
-    if dataclasses.is_dataclass(task) and has_defaults:
+    usual = field_defaults(type(task)).values()
+    if usual and not any(value is dataclasses.MISSING for value in usual):
         defaults = hyperparameters(type(task)())
     typed = []
     changed = {}
