@@ -251,10 +251,6 @@ KEPT = tuple(option.name for option in OPTIONS if option.is_kept)
 def with_defaults(task: HasDefaults | None, given: Mapping[str, object]) -> Options:
     """The options of a run: the given values (not None), else the task's own defaults, else ours; all are checked.
 
-    Args:
-        task: the task; None if it isn't loaded yet.
-        given: the options that were passed or typed.
-
     Raises:
         UsageError: an option that doesn't exist, or an invalid value.
     """

@@ -222,9 +222,6 @@ class TrainTask:
 class ModelCalls:
     """Within it, calls `model(...)` are noted.
 
-    Args:
-        model: the model.
-
     Attributes:
         arguments: of the calls so far, in order: those by position, and those by name.
         results: what the calls have returned so far, in order.
@@ -265,11 +262,7 @@ class ModelCalls:
 
 
 def check_is_task(task: object, call: str = "fit") -> None:
-    """Refuses an object that `fit` can't train.
-
-    Args:
-        task: what was given.
-        call: the function that it was given to, for the message.
+    """Refuses an object, given to the function `call`, that `fit` can't train.
 
     Raises:
         UsageError: it is a class, or not a task; or a method can't take what it is called with.

@@ -150,12 +150,9 @@ def _nested(structure: Structure) -> Structure:
 def _converted(
     arrays: Mapping[str | int, Given], padding: Padding | None, before_padding: str = ""
 ) -> dict[str | int, Array]:
-    """What was passed as NumPy arrays, or as `Sequences` if examples differ in length.
+    """What was passed as NumPy arrays, or as `Sequences` if examples differ in length, which needs `padding`.
 
-    Args:
-        arrays: by name, or by position.
-        padding: how examples of different lengths are padded; None: they are refused.
-        before_padding: what `padding` needs first, for the message.
+    `before_padding` is what `padding` itself needs first, for the message.
     """
     converted = {name: _array_or_sequences(given, name) for name, given in arrays.items()}
     for name, array in converted.items():

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 class Table:
-    """An Arrow table, whose rows are dicts.
-
-    Args:
-        table: the table, or a record batch.
-    """
+    """An Arrow table or record batch, whose rows are dicts."""
 
     by_column = False
 

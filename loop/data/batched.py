@@ -58,10 +58,7 @@ def check_unbatched(dataset: tf.data.Dataset, what: str, padded: bool) -> None:
 def warn_of_equal_sizes(dataset: tf.data.Dataset, examples: Batch, what: str) -> None:
     """Warns if the examples of a generator look like batches. The pipeline doesn't show how a generator makes them.
 
-    Args:
-        dataset: the pipeline.
-        examples: the first few examples, stacked.
-        what: the method that returned the pipeline, for the warning.
+    `examples` are the first few, stacked; `what` is the method that returned the pipeline.
     """
     if not _made_by_generator(dataset):
         return

@@ -25,12 +25,9 @@ PartPath: TypeAlias = tuple[str | int, ...]
 def flatten(
     example: Example, path: PartPath = (), sequences: type | UnionType = tuple
 ) -> Iterator[tuple[PartPath, Part]]:
-    """The parts of an example, each with its path; in the order of `tf.nest.flatten`.
+    """The parts of an example, each with its path, which begins with `path`; in the order of `tf.nest.flatten`.
 
-    Args:
-        example: the example.
-        path: of the example itself.
-        sequences: the types, beside dicts, that have parts: a list within an example is an array.
+    `sequences` are the types, beside dicts, that have parts: a list within an example is an array.
     """
     if isinstance(example, Mapping):
         # Sorted, since `tf.nest` orders dicts by key: names and tensors of one example must meet in the same order.
@@ -71,9 +68,7 @@ def sorted_keys(parts: Mapping[Name, Any]) -> list[Name]:
 def refuse_masked(array: Part, label: str) -> None:
     """Refuses a masked array that has masked values: what lies under the mask would be trained on.
 
-    Args:
-        array: the array.
-        label: how the message begins.
+    The message begins with `label`.
     """
     if np.ma.is_masked(array):
         raise UsageError(

@@ -125,11 +125,7 @@ def _failure(error: Exception | SystemExit) -> Exception:
 
 
 class MixedReader:
-    """Reads examples of several sources. Those of one source are numbered after those of the source before it.
-
-    Args:
-        readers: the readers of the sources.
-    """
+    """Reads examples of several sources. Those of one source are numbered after those of the source before it."""
 
     by_column = False
 
@@ -186,14 +182,7 @@ Arrays: TypeAlias = tuple[np.ndarray, ...] | list[Leaves]
 def arrays_of(
     reader: ExampleReader | MixedReader, specs: list[ArraySpec], ids: np.ndarray, seeds: np.ndarray
 ) -> Arrays:
-    """Reads and checks examples.
-
-    Args:
-        reader: the reader of the source.
-        specs: what the arrays of an example are like.
-        ids: the numbers of the examples in the source: int64 [n].
-        seeds: the seeds of the examples: int64 [n, 2].
-    """
+    """Reads and checks examples; see `ExampleReader.read`."""
     if isinstance(reader, ExampleReader) and reader.by_column:
         try:
             return tuple(reader.columns(ids))

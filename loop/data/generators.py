@@ -61,8 +61,7 @@ def _cells(function: object) -> dict[str, types.CellType]:
 def check_made_anew(generators: Sequence[OpenGenerator]) -> None:
     """Refuses a generator with which the next iteration of its pipeline would go on, instead of beginning again.
 
-    Args:
-        generators: those of an iteration that has ended.
+    `generators` are those of an iteration that has ended.
 
     Raises:
         UsageError: what that iteration has read is lost to the next one.

@@ -265,8 +265,7 @@ class HostReader:
 def _warn_of_python(unlike: bool) -> None:
     """Warns that a map that is a `tf.function` isn't run by tf.data any more.
 
-    Args:
-        unlike: whether the reason is that the source gives examples of different shapes.
+    `unlike` says whether the reason is that the source gives examples of different shapes.
     """
     reason = "the source's examples differ in shape or dtype" if unlike else "an example can't be read in a graph"
     warnings.warn(

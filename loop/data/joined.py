@@ -75,9 +75,7 @@ class Sequences:
 class JoinedSequences:
     """Sequences in one array, one behind the other; made by `loop.sequences`.
 
-    Args:
-        values: the elements of all sequences.
-        lengths: the length of each sequence: int64 [examples].
+    `values` has the elements of all sequences; `lengths` is the length of each: int64 [examples].
     """
 
     by_column = True

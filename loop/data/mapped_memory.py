@@ -34,12 +34,7 @@ class MappedMemory:
             self._maps.add(mapped)
 
     def release(self, places: int, size: int) -> None:
-        """Gives all pages back if there are many, after some places of a map were read.
-
-        Args:
-            places: how many.
-            size: how many bytes they have together.
-        """
+        """Gives all pages back if there are many, after some places of a map were read, of `size` bytes together."""
         with self._lock:
             self._read += size + _AROUND * places
             if self._bytes() - self._before >= LARGE:

@@ -118,12 +118,7 @@ def _pattern(sizes: Sequence[int], shares: np.ndarray) -> _Pattern:
 
 
 class _Mixture:
-    """Which example of which source each example of a mixture is.
-
-    Args:
-        parts: the sources.
-        pattern: their order.
-    """
+    """Which example of which source each example of a mixture is."""
 
     def __init__(self, parts: Sequence[IndexedData], pattern: _Pattern) -> None:
         self._parts = parts

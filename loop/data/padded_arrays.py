@@ -124,9 +124,7 @@ class PaddedArraySource(ArraySource):
     def _examples(self, index: tf.Tensor, whole: tf.Tensor) -> Batch:
         """Some examples of a global batch, padded to the longest example of that batch.
 
-        Args:
-            index: the indices of the examples, int64 [n].
-            whole: the indices of all examples of the global batch, int64 [batch size].
+        `index` and `whole` are the indices of these examples, int64 [n], and of the whole batch, int64 [batch size].
         """
         tensors: list[tf.Tensor] = []
         masks: dict[str | int, tf.Tensor] = {}
@@ -176,12 +174,7 @@ def _positions(array: Sequences) -> int:
 
 
 def _in_pieces(array: Sequences, positions: int, value: Scalar) -> tuple[np.ndarray, np.ndarray]:
-    """Examples cut into pieces of equal size along the last axis that differs.
-
-    Args:
-        array: the examples.
-        positions: the positions of a piece.
-        value: what fills the gaps.
+    """Examples cut into pieces of so many positions along the last axis that differs; `value` fills the gaps.
 
     Returns:
         The pieces of all examples, and after them one that fills gaps, [pieces + 1, positions, ...]; and the index of

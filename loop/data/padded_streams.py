@@ -105,10 +105,7 @@ class PaddedBatches:
     def _order(self, lengths: tf.Tensor, size: int, number: tf.Tensor) -> tf.Tensor:
         """The order in which the examples of a window make batches of similar lengths: int64 [examples].
 
-        Args:
-            lengths: the length of each example, int64 [examples].
-            size: the number of examples in a batch.
-            number: the number of the window, int64 [].
+        `lengths` has the length of each example, int64 [examples]; `size` is that of a batch.
         """
         # A short batch comes last, and has the last examples of the window, whatever their lengths: so none are left
         # out by `drop_remainder` more often than others.

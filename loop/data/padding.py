@@ -74,8 +74,7 @@ class Padding:
     def check_values(self, names: Sequence[str | int]) -> None:
         """Refuses values for arrays that there aren't, whose gaps would be filled with the usual ones.
 
-        Args:
-            names: of all arrays of an example; see `leaf_names`.
+        `names` are those of all arrays of an example; see `leaf_names`.
         """
         if not isinstance(self.values, Mapping | tuple | list):
             return
@@ -111,8 +110,7 @@ class Padding:
     def length(self, lengths: tf.Tensor) -> tf.Tensor:
         """The padded lengths of a batch: at least one, so that no layer meets an empty axis; int64 [axes].
 
-        Args:
-            lengths: the lengths of each example of the batch, int64 [examples, axes].
+        `lengths` are those of each example of the batch, int64 [examples, axes].
         """
         return self.rounded(tf.maximum(tf.reduce_max(lengths, 0), 1))
 
@@ -123,10 +121,7 @@ class Padding:
         return (length + self.multiple - 1) // self.multiple * self.multiple
 
     def masked(self, names: Sequence[str | int]) -> list[str | int]:
-        """The names of the arrays that have a mask.
-
-        Args:
-            names: the arrays whose examples differ in length.
+        """The names of the arrays that have a mask, out of those whose examples differ in length.
 
         Raises:
             UsageError: a mask of an array that isn't padded.
@@ -189,12 +184,7 @@ def by_axis(shapes: tf.Tensor) -> list[tf.Tensor]:
 
 
 def inside(shapes: tf.Tensor, along: list[tf.Tensor]) -> tf.Tensor:
-    """Where examples of these shapes, int64 [n, axes], have data: bool [n, lengths...].
-
-    Args:
-        shapes: of the examples.
-        along: the positions in the padded batch; see `along_axes`.
-    """
+    """Where examples of these shapes, int64 [n, axes], have data in a batch padded to `along`: bool [n, lengths...]."""
     where = tf.constant(True)
     for size, positions in zip(by_axis(shapes), along, strict=True):
         where &= positions < size

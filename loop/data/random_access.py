@@ -104,11 +104,7 @@ def _refuse_other_items(source: Source) -> None:
 
 
 class ArrayRows:
-    """An array in memory or in a file, whose rows are examples.
-
-    Args:
-        array: the array, [n, ...].
-    """
+    """An array [n, ...] in memory or in a file, whose rows are examples."""
 
     by_column = True
 

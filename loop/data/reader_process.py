@@ -39,14 +39,10 @@ _shape_of = operator.attrgetter("shape")
 
 
 class ReaderProcess:
-    """A process that reads examples, seen from the one that trains.
+    """A process that reads examples, seen from the one that trains; `payload` is what `pickled` has returned.
 
     It is a new interpreter, not a fork: TensorFlow's threads and locks don't survive one. It imports what the source
     and its map need, which may take seconds, and is `ready` after that.
-
-    Args:
-        payload: the reader and what its examples are like; see `pickled`.
-        number: of the process, for messages.
     """
 
     def __init__(self, payload: bytes, number: int) -> None:
@@ -140,12 +136,7 @@ class ReaderProcess:
 
 
 class ReaderProcesses:
-    """A reader process for each of some threads, started when its thread first reads.
-
-    Args:
-        payload: what each needs; see `pickled`.
-        count: how many there are.
-    """
+    """A reader process for each of `count` threads, started when its thread first reads."""
 
     def __init__(self, payload: bytes, count: int) -> None:
         self._payload = payload

@@ -54,11 +54,7 @@ def shared(data: ArrayData, backend: Backend) -> ArrayData:
 def as_tensor(array: np.ndarray) -> tf.Tensor | None:
     """A tensor that reads the memory of an array from `shared`, without a copy, and keeps that memory.
 
-    Args:
-        array: any array.
-
-    Returns:
-        The tensor; None if the array isn't in shared memory, or is a part of one that TensorFlow must copy.
+    None: the array isn't in shared memory, or is a part of one that TensorFlow must copy.
     """
     # Views of views lead to the buffer that `np.frombuffer` was given.
     base: object = array

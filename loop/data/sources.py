@@ -81,12 +81,7 @@ def _data(train: Source, evaluated: dict[str, Source]) -> Data:
 
 
 def open_data(task: TrainTask, options: Options, change: Change = unchanged) -> Data:
-    """Opens the data of a task, in the order that the options say; not yet shared out.
-
-    Args:
-        task: the task.
-        options: the options of `fit`.
-        change: is applied to what the task returns.
+    """Opens what a task returns as its data, changed, in the order that the options say; not yet shared out.
 
     Raises:
         UsageError: something that is no data; no examples, or none left by `drop_remainder`; an endless stream and no

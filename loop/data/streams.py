@@ -212,15 +212,7 @@ class StreamSource:
         state: np.ndarray | None,
         stopped: Callable[[], bool],
     ) -> tf.data.Iterator:
-        """The iterator at a position, restored from its state.
-
-        Args:
-            again: the same stream, made once more.
-            epoch: the epoch.
-            step_in_epoch: the step within the epoch.
-            state: what `state` returned there.
-            stopped: whether the run is to end.
-        """
+        """The iterator at a position, restored from its state there; `again` is the same stream, made once more."""
         assert state is not None
         # The state holds the rest of the iterator's epoch, but not always the seeds from which the next epoch's order
         # is drawn. So later epochs come from the pipeline that was made again. It has drawn as many seeds as the first

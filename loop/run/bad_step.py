@@ -27,11 +27,7 @@ MOST_BAD_STEPS = 3
 
 
 def keep_bad_step(run: Run, skipped: bool) -> str:
-    """Writes the batch and the state of a step that wasn't finite. All workers must call it.
-
-    Args:
-        run: the run, after that step.
-        skipped: whether the step was skipped. It is counted then.
+    """Writes the batch and the state of the last step, which wasn't finite. All workers must call it.
 
     Returns:
         A note for the user; "" if the step isn't kept.

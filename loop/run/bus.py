@@ -64,15 +64,11 @@ def _check_list(callbacks: object, what: str) -> None:
 
 
 class Bus:
-    """The callbacks of one worker of a run.
+    """The callbacks of one worker of a run; all are given, the same on each rank.
 
     A hook that raises doesn't end this worker at once: other workers would wait for it in the next collective. The
     error is kept, and all workers end with it when they next agree. Until then, hooks that run on all ranks are still
     called, since they may hold collectives; those of the chief alone are not.
-
-    Args:
-        callbacks: all callbacks of the run, the same on each rank.
-        run: the run.
 
     Raises:
         UsageError: an object is no callback, or has a wrong `runs_on`; or two share a key.

@@ -39,8 +39,7 @@ T = TypeVar("T")
 class PartAttribute(Generic[T]):
     """An attribute of a run that one of its parts holds: read and set on the run, kept in the part.
 
-    Args:
-        path: of the attribute, from the run.
+    `path` is that of the attribute, from the run.
     """
 
     def __init__(self, path: str) -> None:

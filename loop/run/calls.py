@@ -75,9 +75,7 @@ class Calls:
     def steps_to_boundary(self, run: Run, steps_to_callback: int | None) -> int:
         """How many steps the next call makes: as many as fit the pace, up to the next boundary.
 
-        Args:
-            run: the run.
-            steps_to_callback: the steps until a callback is due; None: none will be.
+        `steps_to_callback` are those until a callback is due; None: none will be.
         """
         progress = run.progress
         steps_per_epoch = run.step.data.train.steps_per_epoch  # None: a stream, which ends the call at its end

@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointParts:
-    """The checkpoint whose parts are being written: at most one. All workers call each method at the same boundary.
-
-    Args:
-        run: the run.
-        writer: the thread that writes on this worker.
-    """
+    """The checkpoint whose parts are being written: at most one. All workers call each method at the same boundary."""
 
     def __init__(self, run: Run, writer: Writer) -> None:
         self._run = run

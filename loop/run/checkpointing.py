@@ -71,12 +71,9 @@ class Checkpointing:
         self._under_way: list[tuple[str, int]] = []  # reason and step, oldest first; the same on all workers
 
     def request(self, reason: str, later: bool = False, at_once: bool = False) -> None:
-        """Asks for a checkpoint at the next boundary.
+        """Asks for a checkpoint at the next boundary; `reason` says what it is for.
 
-        Args:
-            reason: what it is for.
-            later: whether it is held in memory, and written before the next one.
-            at_once: whether it is taken within an evaluation, too.
+        It is held in memory if it may come `later`; with `at_once`, it is taken within an evaluation, too.
         """
         reason = reason or "callback"
         # In an elastic job, other workers go on when the chief is lost, and with it what it holds in memory. And a

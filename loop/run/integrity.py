@@ -72,12 +72,8 @@ def _check_link(directory: Path) -> None:
 def check_checkpoints(directory: Path, about: Json) -> None:
     """Refuses a run directory whose checkpoints are lost: the run would start from step 0 without a warning.
 
-    Args:
-        directory: the run directory.
-        about: its `run.json`.
-
     Raises:
-        UsageError: it had a checkpoint, by its journal or `run.json`, and has none now.
+        UsageError: it had a checkpoint, by its journal or `run.json` (`about`), and has none now.
     """
     checkpoints = directory / CHECKPOINTS
     if checkpoint_files.complete(checkpoints):

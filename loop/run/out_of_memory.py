@@ -19,12 +19,7 @@ _SIGNS = ("OOM", "out of memory", "failed to allocate", "allocat")
 
 
 def translated(run: Run, error: BaseException) -> OutOfMemoryError | None:
-    """The error to raise instead, if a step had too little memory; else None.
-
-    Args:
-        run: the run.
-        error: what ended it.
-    """
+    """The error to raise instead of what has ended the run, if a step had too little memory; else None."""
     # MemoryError: of the host, for example when arrays are read.
     exhausted = isinstance(error, tf.errors.ResourceExhaustedError) and any(sign in str(error) for sign in _SIGNS)
     if not (exhausted or isinstance(error, MemoryError)):

@@ -23,9 +23,7 @@ def patched(kind: type, source: str | None) -> dict[str, dict[str, str]]:
     """The digests of attributes that aren't what the code of their class says, by the class's place in the order of
     inheritance, and by name: two classes of one name may stand there.
 
-    Args:
-        kind: the task's class.
-        source: the text of the module that has it; None: the file of each class's module.
+    `source` is the text of the module that has the class; None: the file of each class's module.
     """
     found: dict[str, dict[str, str]] = {}
     for place, base in enumerate(kind.__mro__):

@@ -37,10 +37,7 @@ class Place:
 class Plan:
     """The phases of a run, and its place among them.
 
-    Args:
-        phases: of the task; none: one phase without a name, as long as the options say.
-        options: those of `fit`.
-        progress: the position of the run.
+    Where the task has none, there is one without a name, as long as the options say.
     """
 
     def __init__(self, phases: list[Phase], options: Options, progress: Progress) -> None:
@@ -97,11 +94,7 @@ class Plan:
         self.place = Place(self.place.index + 1, self._progress.step, self._progress.epoch)
 
     def total_steps(self, steps_per_epoch: int | None) -> int | None:
-        """The step at which the run ends, where that is known: the data of a later phase isn't opened yet.
-
-        Args:
-            steps_per_epoch: of the phase that the run is in; None: not known.
-        """
+        """The step at which the run ends, where that is known: the data of a later phase isn't opened yet."""
         total = self.place.step
         for phase in self.phases[self.place.index :]:
             if phase.steps is not None:

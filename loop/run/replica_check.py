@@ -10,11 +10,7 @@ from loop.errors import TrainingError
 def check_same(names: Iterable[str], fingerprints: Mapping[int, list[str]], local_replicas: int, step: int) -> None:
     """Raises an error where a variable isn't the same in all replicas.
 
-    Args:
-        names: of the variables.
-        fingerprints: the hashes of the variables, in that order, by replica.
-        local_replicas: how many replicas a worker has.
-        step: of the run.
+    `fingerprints` has the hashes of the variables, in the order of the names, by replica.
 
     Raises:
         TrainingError: which variable differs, and where.

@@ -125,12 +125,9 @@ def _evaluated_best(run: Run) -> history.Row:
 
 
 def check_is_path(path: object, call: str, others: str = "") -> None:
-    """Refuses what is no path of a run, such as the result of `fit` itself.
+    """Refuses what is no path of a run, such as the result of `fit` itself, that was given to the function `call`.
 
-    Args:
-        path: what was given.
-        call: the function that it was given to, for the message.
-        others: what else that function takes, for the message.
+    `others` is what else that function takes.
 
     Raises:
         UsageError: it is no path.

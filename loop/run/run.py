@@ -100,8 +100,7 @@ class Run(CallbackView):
     def synchronize(self, steps: int = 1) -> Decision:
         """All workers exchange errors, signals and wishes, and agree on what follows: one collective if all is well.
 
-        Args:
-            steps: how many steps the next call is to have; the chief's number counts.
+        The next call is to have so many steps; the chief's number counts.
 
         Raises:
             Exception: this worker's error, or a `PeerError` that names the rank and error of another.

@@ -94,13 +94,9 @@ def _taken(
 
 
 def _prepare(task: TrainTask, run_dir: str | Path | None, resume: str | Path, in_memory: bool) -> Path:
-    """Makes the run directory, or checks an existing one.
+    """Makes the run directory, or checks an existing one; None: a new one below `runs/`.
 
-    Args:
-        task: the task.
-        run_dir: the directory; None: a new one below `runs/`.
-        resume: the option.
-        in_memory: whether the run goes on from a snapshot in memory, so that there may be no checkpoint.
+    A run that goes on from a snapshot `in_memory` may have no checkpoint.
     """
     name = type(task).__name__
     directory = launch_path(run_dir or new_name(name)).resolve()
@@ -167,13 +163,9 @@ class Restored(NamedTuple):
 
 
 def restore(run: Run, enter_phase: Callable[[], None]) -> Path | None:
-    """Takes the run to the position of its checkpoint, if it has one.
+    """Takes the run, in its first phase, to the position of its checkpoint, if it has one.
 
     The chief reads the files. The other workers get the position from it, and the variables by a broadcast.
-
-    Args:
-        run: the run, at the start of its first phase.
-        enter_phase: takes it to the next phase.
 
     Returns:
         The checkpoint; None: the run starts from step 0.

@@ -68,12 +68,9 @@ def export_run(run: Run, out: Path) -> tuple[ServedArrays, ServedArrays]:
 
 
 def served_by(task: TrainTask, built: BuiltModel, source: Source) -> Served:
-    """The model as `compute` calls it. If examples are padded, the axes whose length padding decides are open.
+    """The model as `compute` calls it, with examples of `source`.
 
-    Args:
-        task: the task.
-        built: its model.
-        source: the data whose examples show what the inputs are.
+    If examples are padded, the axes whose length padding decides are open.
     """
     args, kwargs = call_of(task, built.model, examples_for(built, source.example))
     return Served(built.model, args, kwargs, _longer_shapes(task, built, source))

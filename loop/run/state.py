@@ -67,9 +67,7 @@ class WorkerParts:
 def gathered(run: Run, keep: bool) -> Arrays:
     """The whole values of the variables of which each replica has a slice, by name. All workers must call it.
 
-    Args:
-        run: the run.
-        keep: whether this worker needs them: else it gets none.
+    Without `keep`, this worker doesn't need them, and gets none.
     """
     values = {}
     for name, variable in sliced_variables(run).items():
@@ -95,9 +93,7 @@ def snapshot(
 ) -> tuple[dict[str, tf.Tensor | np.ndarray | InParts], Json]:
     """The state of a run: its tensors by name, and JSON values. `streams` and the history aren't in it.
 
-    Args:
-        run: the run.
-        whole: what `gathered` has returned, or the first that `in_parts` has.
+    `whole` is what `gathered` has returned, or the first that `in_parts` has.
     """
     tensors: dict[str, tf.Tensor | np.ndarray | InParts] = {}
     for name, variable in named_variables(run).items():
@@ -157,9 +153,7 @@ def streams(run: Run) -> Arrays:
 def stream_of(run: Run, tensors: Arrays | None) -> np.ndarray | None:
     """The state of this worker's iterator in a checkpoint, or None. All workers must call it.
 
-    Args:
-        run: the run.
-        tensors: those of the checkpoint, on the chief; None on the other workers.
+    Its tensors are given on the chief; None on the other workers.
     """
     states, _ = split(tensors or {}, STREAM)
     stored = int(run.backend.exchange(len(states))[0, 0])
@@ -194,9 +188,7 @@ def worker_state(run: Run) -> Json:
 def gather(run: Run, fault_point: str | None = None) -> WorkerParts | None:
     """What a checkpoint has of each worker; None on all, if one of them has failed. All workers must call it.
 
-    Args:
-        run: the run.
-        fault_point: the name of the point at which a test may have this worker fail.
+    At `fault_point`, a test may have this worker fail.
     """
     parts = None
     with run.defer_errors():  # the other workers wait for this one in the collectives below
@@ -211,11 +203,8 @@ def gather(run: Run, fault_point: str | None = None) -> WorkerParts | None:
 def restore(run: Run, tensors: Arrays | None, state: Json, adopted: Sequence[str] = ()) -> None:
     """Takes a run back to a snapshot.
 
-    Args:
-        run: the run.
-        tensors: those of the snapshot, on the chief; None on the other workers, which get them by a broadcast.
-        state: the manifest of the snapshot.
-        adopted: the options that have changed, and take effect on what was restored.
+    The chief has its tensors; None on the other workers, which get them by a broadcast. `adopted` are the options that
+    have changed, and take effect on what was restored.
     """
     if tensors is not None:
         _, values = split(tensors, STREAM)
@@ -247,9 +236,7 @@ def restore(run: Run, tensors: Arrays | None, state: Json, adopted: Sequence[str
 def scatter(run: Run, tensors: Arrays | None) -> None:
     """Gives each replica its slices of what was restored. All workers must call it.
 
-    Args:
-        run: the run.
-        tensors: those of the snapshot, on the chief; None on the other workers.
+    The tensors of the snapshot are given on the chief; None on the other workers.
     """
     _, values = split(tensors or {}, STREAM)
     # By position, as in `assign`; not strict, since the other workers have no values.

@@ -57,13 +57,9 @@ def target_of(path: Path) -> str | None:
 
 
 def known_target(run_dir: Path, recorded: object, task_target: str | None, trusted: bool = False) -> str:
-    """The target whose code may be imported for a run directory.
+    """The target whose code may be imported for a run directory, or a checkpoint.
 
-    Args:
-        run_dir: a run directory, or a checkpoint.
-        recorded: the target that it names.
-        task_target: the one that was typed, if any.
-        trusted: whether the one that it names may be imported.
+    It is the one that was typed; or the one `recorded` there, if that is `trusted`; or see `target_of`.
 
     Raises:
         UsageError: it isn't known.
