@@ -10,7 +10,7 @@ import numpy as np
 
 from callbacks.files import hidden_name, replacing
 from loop.data.data_files import cached
-from loop.data.example_parts import Example, Part, dicts_of
+from loop.data.example_parts import Example, Part, by_source, dicts_of
 from loop.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,25 +26,25 @@ class Table:
         self._schema = table.schema
         self._batches = table.to_batches() if hasattr(table, "to_batches") else [table]
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
+        self._length = int(table.num_rows)
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return self._length
 
     def read(self, indices: np.ndarray) -> list[Example]:
         import pyarrow  # late, as below
 
         # From each batch by itself: of a whole table, Arrow would join all batches first, which takes as long as to
         # read all of it, and fails for texts of 2 GiB and more.
-        numbers = np.searchsorted(self._ends, indices, "right")
         taken = []
-        for number in np.unique(numbers).tolist():
-            first = self._ends[number] - self._batches[number].num_rows
-            taken.append(self._batches[number].take(pyarrow.array(indices[numbers == number] - first)))
+        asked: list[int] = []
+        for number, places, own_indices in by_source(self._ends, indices):
+            taken.append(self._batches[number].take(pyarrow.array(own_indices)))
+            asked += places.tolist()
         rows = pyarrow.Table.from_batches(taken, self._schema)
         columns = {name: _column(rows[name]) for name in rows.column_names}
         # They stand batch by batch: back to the order in which they were asked for.
         examples: list[Example] = [None] * len(indices)
-        asked = np.argsort(numbers, kind="stable").tolist()
         for place, example in zip(asked, dicts_of(columns, len(indices)), strict=True):
             examples[place] = example
         return examples

@@ -70,7 +70,7 @@ def _fill_numbers(column: Sequence[Any], out: np.ndarray) -> bool:
     if len(kinds) != 1 or not issubclass(kinds.pop(), int | float | np.number | np.bool_):
         return False
     numbers = np.array(column)
-    if numbers.dtype != out.dtype or numbers.shape != out.shape:
+    if (numbers.dtype, numbers.shape) != (out.dtype, out.shape):
         return False
     out[...] = numbers
     return True

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import UnionType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -23,7 +22,7 @@ PartPath: TypeAlias = tuple[str | int, ...]
 
 
 def flatten(
-    example: Example, path: PartPath = (), sequences: type | UnionType = tuple
+    example: Example, path: PartPath = (), sequences: tuple[type[Sequence[Part]], ...] = (tuple,)
 ) -> Iterator[tuple[PartPath, Part]]:
     """The parts of an example, each with its path, which begins with `path`; in the order of `tf.nest.flatten`.
 
@@ -77,13 +76,18 @@ def refuse_masked(array: Part, label: str) -> None:
         )
 
 
+def map_parts(change: Callable[[Part], Part], example: Example) -> Example:
+    """The dicts and tuples of an example, with each of its parts changed."""
+    if isinstance(example, Mapping):
+        return {name: map_parts(change, part) for name, part in example.items()}
+    if isinstance(example, tuple):
+        return tuple_of(type(example), [map_parts(change, part) for part in example])
+    return change(example)
+
+
 def structure_of(example: Example) -> Example:
     """The dicts and tuples of an example, with 0 in place of each of its parts."""
-    if isinstance(example, Mapping):
-        return {name: structure_of(part) for name, part in example.items()}
-    if isinstance(example, tuple):
-        return tuple_of(type(example), map(structure_of, example))
-    return 0
+    return map_parts(lambda part: 0, example)
 
 
 def tuple_of(kind: type[tuple[Part, ...]], parts: Iterable[Part]) -> tuple[Part, ...]:
@@ -94,11 +98,7 @@ def tuple_of(kind: type[tuple[Part, ...]], parts: Iterable[Part]) -> tuple[Part,
 
 def row_of(columns: Columns, row: int) -> Example:
     """One example of stacked arrays."""
-    if isinstance(columns, Mapping):
-        return {name: row_of(column, row) for name, column in columns.items()}
-    if isinstance(columns, tuple):
-        return tuple_of(type(columns), [row_of(column, row) for column in columns])
-    return columns[row]
+    return map_parts(lambda column: column[row], columns)
 
 
 def rows_of(columns: Columns, count: int) -> list[Example]:
@@ -118,6 +118,24 @@ def dicts_of(columns: Mapping[Name, Sequence[Part]], count: int) -> list[dict[Na
     for row in range(count):
         rows.append({name: column[row] for name, column in columns.items()})
     return rows
+
+
+def by_source(ends: np.ndarray, indices: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Of several sources, those in which examples lie, if those of one are numbered after those of the one before it.
+
+    Args:
+        ends: the number behind the last example of each source: int64 [sources].
+        indices: the numbers of some examples: int64 [n].
+
+    Yields:
+        The number of a source; which of the examples it has; and their numbers in it: int64 both.
+    """
+    starts = np.append(0, ends)
+    # "right": the first number behind a source belongs to the next one.
+    sources = np.searchsorted(ends, indices, "right")
+    for number in np.unique(sources).tolist():
+        places = np.flatnonzero(sources == number)
+        yield number, places, indices[places] - starts[number]
 
 
 def count_of(batch: Columns) -> int:

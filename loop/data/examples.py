@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 from loop.data.data_files import ChangedFileError
-from loop.data.example_parts import Example, Part, flatten, name_of, refuse_masked, row_of
+from loop.data.example_parts import Example, Part, by_source, flatten, name_of, refuse_masked, row_of
 from loop.data.random_access import Reader
 from loop.errors import TrainingError, UsageError, named
 
@@ -35,6 +35,10 @@ class ArraySpec:
     dtype: np.dtype
     padded: int = 0
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether an array of an example may have this shape."""
+        return len(shape) == len(self.shape) and shape[self.padded :] == self.shape[self.padded :]
+
     @property
     def label(self) -> str:
         """The name of the array, for messages."""
@@ -51,13 +55,7 @@ class BadExampleError(UsageError):
 
 
 class ExampleReader:
-    """Reads examples of one source by index.
-
-    Args:
-        reader: the reader of the source.
-        map: makes an example from what the source gives; a second argument named `seed` is int64 [2], see
-            `loop.example_seed`.
-    """
+    """Reads examples of one source by index, and makes others of them by `map`; see `IndexedData`."""
 
     def __init__(self, reader: Reader, map: Callable[..., Example] | None) -> None:
         self._reader = reader
@@ -139,13 +137,9 @@ class MixedReader:
     def read(self, ids: np.ndarray, seeds: np.ndarray) -> list[Read]:
         """See `ExampleReader.read`."""
         examples: list[Read] = [None] * len(ids)
-        # "right": the first number behind a source belongs to the next one.
-        sources = np.searchsorted(self._ends, ids, "right")
         # One call for each source: a source may read many examples faster at once.
-        for number in np.unique(sources):
-            rows = np.flatnonzero(sources == number)
-            first = self._ends[number - 1] if number else 0
-            from_source = self._readers[number].read(ids[rows] - first, seeds[rows])
+        for number, rows, own_ids in by_source(self._ends, ids):
+            from_source = self._readers[number].read(own_ids, seeds[rows])
             for row, example in zip(rows, from_source, strict=True):
                 examples[row] = example
         return examples
@@ -312,9 +306,7 @@ def _is_like(part: Part, spec: ArraySpec) -> bool:
     # Objects are texts, whose values have to be looked at one by one.
     if not isinstance(part, np.ndarray | np.generic) or isinstance(part, np.ma.MaskedArray):
         return False
-    if part.dtype != spec.dtype or part.dtype.hasobject:
-        return False
-    return part.ndim == len(spec.shape) and part.shape[spec.padded :] == spec.shape[spec.padded :]
+    return part.dtype == spec.dtype and not part.dtype.hasobject and spec.fits(part.shape)
 
 
 def leaves_of(example: Example, specs: list[ArraySpec], index: int) -> list[np.ndarray]:
@@ -347,7 +339,7 @@ def leaves_of(example: Example, specs: list[ArraySpec], index: int) -> list[np.n
                 f"example {index}: {spec.label}dtype {array.dtype} instead of {spec.dtype}, which the first example "
                 "has: convert it in map"
             )
-        if array.ndim != len(spec.shape) or array.shape[spec.padded :] != spec.shape[spec.padded :]:
+        if not spec.fits(array.shape):
             raise BadExampleError(
                 f"example {index}: {spec.label}shape {list(array.shape)} instead of {list(spec.shape)}, which the "
                 "first example has: make all of one shape in map, or give padding=loop.Padding() and lengths=..."

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.data.batch import EVALUATION_EPOCH
+from loop.data.example_parts import by_source
 from loop.data.examples import MixedReader
 from loop.data.indexed import IndexedData
 from loop.data.order import shuffled
@@ -72,7 +73,7 @@ def _checked(parts: Sequence[IndexedData], shares: Sequence[float]) -> np.ndarra
         weights = np.array(shares, np.float64)
     except (TypeError, ValueError):
         weights = np.array([np.nan])
-    if not (np.isfinite(weights).all() and (weights > 0).all()):
+    if not np.all((weights > 0) & np.isfinite(weights)):
         raise UsageError(f"loop.mix: shares of {list(shares)}: give positive numbers")
     return weights
 
@@ -135,8 +136,6 @@ class _Mixture:
         ids = np.empty_like(indices)
         for number, part in enumerate(self._parts):
             rows = np.flatnonzero(pattern.sources[positions] == number)
-            if not len(rows):
-                continue
             # A source counts its own epochs: it goes on where it stopped in the epoch of the mixture before.
             count = int(pattern.counts[number])
             used = (epochs_before * pattern.blocks + blocks[rows]) * count + pattern.ranks[positions[rows]]
@@ -152,8 +151,6 @@ class _Mixture:
     def lengths(self, ids: np.ndarray, name: str | int) -> np.ndarray:
         """See `IndexedData.lengths`."""
         lengths = np.empty_like(ids)
-        sources = np.searchsorted(self._ends, ids, "right")  # the first number behind a source belongs to the next one
-        for number, part in enumerate(self._parts):
-            rows = np.flatnonzero(sources == number)
-            lengths[rows] = part.lengths(ids[rows] - self._firsts[number], name)
+        for number, rows, own_ids in by_source(self._ends, ids):
+            lengths[rows] = self._parts[number].lengths(own_ids, name)
         return lengths
