@@ -34,10 +34,7 @@ def check_unbatched(dataset: tf.data.Dataset, what: str, padded: bool) -> None:
     one of these ways: they come out of `window`; they are cut from single numbers (a text, character by character),
     without a remainder; or they are split into inputs and labels of another size.
 
-    Args:
-        dataset: the pipeline.
-        what: the method that returned it, for the error.
-        padded: whether its examples are said to differ in length.
+    `what` is the method that returned the pipeline; `padded` says whether its examples differ in length.
     """
     shapes = _shapes_of(dataset)
     batching = _last_batching(dataset)
@@ -120,7 +117,7 @@ def _last_batching(dataset: tf.data.Dataset) -> _Batching | None:
         inputs = inputs[1:]  # the first input chooses among the others
     # Any other part hands on what its inputs yield; of several inputs, all must be batched.
     of_inputs = list(map(_last_batching, inputs))
-    return of_inputs[0] if of_inputs and all(of_inputs) else None
+    return next(iter(of_inputs), None) if all(of_inputs) else None
 
 
 def _static_size(size: tf.Tensor | None) -> int | None:

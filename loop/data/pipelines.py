@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -32,14 +34,19 @@ def dense(dataset: tf.data.Dataset) -> tf.data.Dataset:
     specs = tf.nest.flatten(dataset.element_spec)
     if not any(map(_is_dense_row, specs)):
         return dataset
+    # Such a row is a dense tensor already: a map that changes nothing corrects the spec.
+    return map_examples(dataset, lambda example: example)
+
+
+def map_examples(dataset: tf.data.Dataset, change: Callable[[Any], Any]) -> tf.data.Dataset:
+    """The pipeline with each example changed, which is handed over as a whole."""
     is_tuple = type(dataset.element_spec) is tuple  # of a plain tuple, tf.data hands the parts over
 
     @tf.autograph.experimental.do_not_convert
-    def unchanged(*example: Any) -> Any:
-        return example if is_tuple else example[0]
+    def changed(*example: Any) -> Any:
+        return change(example if is_tuple else example[0])
 
-    # Such a row is a dense tensor already: a map that changes nothing corrects the spec.
-    return dataset.map(unchanged)
+    return dataset.map(changed)
 
 
 def _is_dense_row(spec: tf.TypeSpec) -> bool:
@@ -49,12 +56,11 @@ def _is_dense_row(spec: tf.TypeSpec) -> bool:
 def stacking_problem(error: Exception) -> UsageError | None:
     """The error with the fix for examples of different shapes, which can't be stacked; None for any other error."""
     text = str(getattr(error, "message", ""))
-    for phrase in _NOT_STACKED:
-        if phrase not in text:
-            continue
-        # From the phrase on to the end of its line: the rest names nodes of the graph.
-        first_line = text[text.index(phrase) :].split("\n")[0]
-        shapes = first_line.split(" [Op:")[0].rstrip(". ")
+    found = re.search(
+        f"({'|'.join(_NOT_STACKED)}).*", text
+    )  # to the end of the line: the rest names nodes of the graph
+    if found:
+        shapes = found[0].split(" [Op:")[0].rstrip(". ")
         return UsageError(
             f"the data set's examples have different shapes ({shapes}): return loop.StreamData(dataset, "
             "padding=loop.Padding()), which pads each batch to its longest example and adds a mask; or make all "
