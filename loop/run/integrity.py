@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import time
@@ -21,7 +20,6 @@ from loop.errors import UsageError
 
 CHECKPOINTS = "checkpoints"
 _IN_CHECKPOINTS = re.compile(r"step-[0-9]{8,}(\.old)?(\.tmp)?|lost\+found|\..*")
-_MAY_BE_EVENT = re.compile(rb'"checkpoint"|"restore"')
 
 
 def check_files(directory: Path) -> None:
@@ -93,23 +91,13 @@ def check_checkpoints(directory: Path, about: Json) -> None:
 
 def _recorded_checkpoint(directory: Path) -> str:
     """The last checkpoint in the journal since the run was started from step 0; "" if there is none."""
-    path = directory / journal.NAME
-    if not path.exists():
-        return ""
     last = ""
-    with files.reading(path) as file:
-        for line in files.lines(file):
-            if not _MAY_BE_EVENT.search(line):  # most lines needn't be parsed
-                continue
-            with contextlib.suppress(ValueError, RecursionError):
-                entry = json.loads(line)
-                event = entry.get("event") if isinstance(entry, dict) else None
-                # A restore that names a checkpoint goes on from it, which may be one that was never here (--resume
-                # PATH). A restore that names none has started the run from step 0.
-                if event == "checkpoint":
-                    last = entry.get("checkpoint") or ""
-                elif event == "restore" and not entry.get("checkpoint"):
-                    last = ""
+    for entry, _ in journal.read(directory / journal.NAME, events=("checkpoint", "restore")):
+        # A restore that names a checkpoint goes on from it, which may be one that was never here (--resume PATH). A
+        # restore that names none has started the run from step 0.
+        event = entry.get("event")
+        if event == "checkpoint" or (event == "restore" and not entry.get("checkpoint")):
+            last = entry.get("checkpoint") or ""
     return last
 
 
