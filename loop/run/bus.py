@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -82,12 +84,11 @@ class Bus:
                 run.callbacks[key] = callback
             if run.backend.is_chief:
                 _warn_of_no_hooks(callback)
-        self._hooks: dict[str, list[Callback]] = {event: [] for event in EVENTS}
-        for callback in run.callbacks.values():
-            for event, hooked in self._hooks.items():
-                # Once, here: an event that no callback listens to costs nothing in the loop.
-                if _overrides(callback, f"on_{event}"):
-                    hooked.append(callback)
+        # Once, here: an event that no callback listens to costs nothing in the loop.
+        self._hooks: dict[str, list[Callback]] = {}
+        for event in EVENTS:
+            hook = f"on_{event}"
+            self._hooks[event] = [callback for callback in run.callbacks.values() if _overrides(callback, hook)]
         self._clocks_run = False
         self._listeners = list(map(_Listener, self._hooks["steps_end"]))
 
@@ -105,6 +106,7 @@ class Bus:
     def _check_unknown(self, callback: Callback, argument: str, metric: str, known: list[str]) -> None:
         """Refuses a metric that the run doesn't have, unless a callback may add it."""
         what = f"{type(callback).__name__}({argument}={metric!r})"
+        unknown = f"{what}: this run has no such metric{nearest(metric, known)}"
         adding = self._adding(metric)
         # `val_loss` is Keras's name of `eval_loss`: certainly a mistake, and no metric that a callback adds.
         is_keras_name = metric.startswith("val_") and f"eval_{metric.removeprefix('val_')}" in known
@@ -113,7 +115,7 @@ class Bus:
                 return
             kind = type(adding[0]).__name__
             raise UsageError(
-                f"{what}: this run has no such metric{nearest(metric, known)}; if {kind} adds it, list it before "
+                f"{unknown}; if {kind} adds it, list it before "
                 f"{type(callback).__name__}: callbacks.StandardSet([...]) takes a list as it is"
             )
         if metric.startswith("eval_") and not any(name.startswith("eval_") for name in known):
@@ -124,7 +126,7 @@ class Bus:
                 else "this run makes no evaluation: define eval_data(), and leave eval_every='never' out"
             )
             raise UsageError(f"{what}: {reason}; or watch {known[0]!r}")
-        raise UsageError(f"{what}: this run has no such metric{nearest(metric, known)}")
+        raise UsageError(unknown)
 
     def _adding(self, metric: str) -> list[Callback]:
         """The callbacks of the user's, on any rank, that hear of the metrics among which this one would be.
@@ -202,14 +204,14 @@ class Bus:
         for listener in self._listeners:
             listener.totals = np.zeros(())
 
-    def steps_left(self) -> int | None:
-        """How many steps may be made before a callback is due; None: any number."""
+    def steps_left(self) -> float:
+        """How many steps may be made before a callback is due; if none will be, infinitely many."""
         left = []
         for listener in self._listeners:
             steps = listener.schedule.steps_left(self._run.progress.step)
             if steps is not None:
                 left.append(steps)
-        return min(left, default=None)
+        return min(left, default=math.inf)
 
     def _call(self, callback: Callback, event: str, *args: Any) -> Any:
         # After an error, hooks of all ranks are still called: other workers' calls of them may hold collectives.
@@ -236,6 +238,8 @@ def _as_numbers(hook: str, metrics: dict[str, float]) -> None:
 
 def _by_key(callbacks: list[Callback]) -> dict[str, Callback]:
     """The callbacks by the keys of their states in checkpoints: `Callback.key`, else the name of the class."""
+    by_key: dict[str, Callback] = {}
+    counts: Counter[str] = Counter()
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise UsageError(
@@ -244,14 +248,13 @@ def _by_key(callbacks: list[Callback]) -> dict[str, Callback]:
             )
         if callback.runs_on not in ("chief", "all"):
             raise UsageError(f"{type(callback).__name__}: runs_on={callback.runs_on!r}: give chief or all")
-    names = [callback.key or type(callback).__name__ for callback in callbacks]
-    by_key: dict[str, Callback] = {}
-    for index, (name, callback) in enumerate(zip(names, callbacks, strict=True)):
-        # Two of one class get a number, by their order; a key that was given must be unique.
-        if callback.key and names.count(callback.key) > 1:
+        # Two of one class get a number, by their order.
+        name = callback.key or type(callback).__name__
+        counts[name] += 1
+        by_key[name if counts[name] == 1 else f"{name}-{counts[name]}"] = callback
+    for callback in callbacks:
+        if callback.key and counts[callback.key] > 1:
             raise UsageError(f"two callbacks have the key {callback.key!r}: their states are kept by it; give others")
-        nth = names[: index + 1].count(name)
-        by_key[name if nth == 1 else f"{name}-{nth}"] = callback
     return by_key
 
 
