@@ -95,7 +95,7 @@ class IndexedData:
         self._lengths = lengths
 
         # Of parts and mixtures, which replace them: a part has its examples under other numbers than its source.
-        self._resolve: Resolve | None = None
+        self._resolve: Resolve = _same
         self._lengths_of: Callable[[np.ndarray, str | int], np.ndarray] | None = None
 
     @property
@@ -106,7 +106,7 @@ class IndexedData:
 
     def resolve(self, indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
         """The numbers in the source of the examples of these indices: int64 [n]."""
-        return indices if self._resolve is None else self._resolve(indices, epoch, seed)
+        return self._resolve(indices, epoch, seed)
 
     def take(self, count: int) -> IndexedData:
         """The first `count` examples; of a mixture those of each epoch, which may be any of its sources' in time.
@@ -137,7 +137,7 @@ class IndexedData:
             kept = np.fromiter(map(bool, map(keep, range(self.size))), bool, self.size)
         else:
             kept = np.asarray(keep)
-        if kept.dtype != bool or kept.shape != (self.size,):
+        if (kept.dtype, kept.shape) != (np.dtype(bool), (self.size,)):
             raise UsageError(
                 f"IndexedData.filter: {kept.dtype}{list(kept.shape)} instead of bool[{self.size}]: give a function of "
                 "the index, or one bool for each example"
@@ -205,7 +205,7 @@ class IndexedData:
         if callable(given):
             return _not_negative(_measured(given, ids), ids)
         counts = np.asarray(given)
-        if counts.ndim != 1 or len(counts) != len(self.reader) or counts.dtype.kind not in "iu":
+        if counts.shape != (len(self.reader),) or counts.dtype.kind not in "iu":
             raise UsageError(
                 f"IndexedData(lengths=...): {counts.dtype}{list(counts.shape)} instead of an integer for each of "
                 f"{len(self.reader)} examples"
@@ -215,9 +215,7 @@ class IndexedData:
     def padded_names(self, specs: Sequence[ArraySpec], first: int) -> list[str | int]:
         """The names of the arrays that are padded: those with lengths by name, or whose first axis has the length.
 
-        Args:
-            specs: what the arrays of the first example are like.
-            first: the number of that example in the source.
+        `specs` are those of the arrays of the first example, `first` is its number in the source.
 
         Raises:
             UsageError: `lengths` says of no array how long it is.
@@ -281,19 +279,25 @@ class IndexedData:
         return changed
 
 
+def _same(indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
+    return indices
+
+
 def _check_lengths(padding: Padding | None, has_lengths: bool) -> None:
     """Refuses padding without lengths, lengths without padding, and buckets by a function of an example."""
-    if padding is not None and not has_lengths:
+    if padding is None:
+        if has_lengths:
+            raise UsageError(
+                "IndexedData: examples that differ in length (lengths=..., loop.sequences) without padding: give "
+                "padding=loop.Padding()"
+            )
+        return
+    if not has_lengths:
         raise UsageError(
             "IndexedData: padding and lengths belong together: give lengths=..., the length of each example, so "
             "that each worker knows how long a global batch is padded without reading all of it"
         )
-    if padding is None and has_lengths:
-        raise UsageError(
-            "IndexedData: examples that differ in length (lengths=..., loop.sequences) without padding: give "
-            "padding=loop.Padding()"
-        )
-    if padding is not None and callable(padding.bucket_by):
+    if callable(padding.bucket_by):
         raise UsageError(
             "IndexedData(padding=loop.Padding(bucket_by=FUNCTION)): no example is read to find its bucket: give "
             "bucket_by=True, which sorts by lengths=..."

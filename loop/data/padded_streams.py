@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -17,12 +18,9 @@ Measured: TypeAlias = tuple[Structure, tuple[tf.Tensor, ...], tf.Tensor]
 
 
 class PaddedBatches:
-    """Cuts a `tf.data.Dataset` of examples into padded batches.
+    """Cuts a `tf.data.Dataset` of examples, all of dense tensors of known rank, into padded batches.
 
-    Args:
-        dataset: the examples, all of dense tensors of known rank.
-        padding: how they are padded.
-        seed: the seed of the order in which batches of similar lengths come.
+    `seed` is that of the order in which batches of similar lengths come.
 
     Raises:
         UsageError: all shapes are known, so that nothing can be padded.
@@ -148,14 +146,13 @@ def open_axes(spec: tf.TensorSpec) -> int:
 
 def _length(given: object) -> tf.Tensor:
     """The length that a function of the user has returned for an example: int64 []."""
-    try:
+    shown = repr(given)
+    with contextlib.suppress(TypeError, ValueError):  # no tensor can be made of it
         length = tf.convert_to_tensor(given)
-    except (TypeError, ValueError):
-        length = None
-    if length is None or not length.dtype.is_integer or length.shape.num_elements() not in (None, 1):
-        shown = repr(given) if length is None else f"{length.dtype.name}{length.shape}"
-        raise UsageError(f"Padding(bucket_by=...) gave {shown:.80}: return the length of an example as an integer")
-    return tf.reshape(tf.cast(length, tf.int64), [])
+        shown = f"{length.dtype.name}{length.shape}"
+        if length.dtype.is_integer and length.shape.num_elements() in (None, 1):
+            return tf.reshape(tf.cast(length, tf.int64), [])
+    raise UsageError(f"Padding(bucket_by=...) gave {shown:.80}: return the length of an example as an integer")
 
 
 def _same_lengths(one: tf.Tensor, other: tf.Tensor) -> tf.Operation:

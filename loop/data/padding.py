@@ -96,16 +96,16 @@ class Padding:
             given = dict(zip(leaf_names(given), tf.nest.flatten(given), strict=True)).get(name)
         if given is None:
             return "" if is_text else np.zeros([], dtype)[()]
-        fits = is_text == isinstance(given, str | bytes) and np.ndim(given) == 0
-        if fits and is_text:
-            return given
-        with np.errstate(invalid="ignore", over="ignore"):  # the error below names the value
-            value = np.asarray(given).astype(dtype) if fits else None
-        # Also refused if an integer type changes it, such as 0.5 or 300 in 8 bits; floats may round.
-        if value is None or (dtype.kind in "iub" and value != given):
-            kind = "text" if is_text else f"value of dtype {dtype}"
-            raise UsageError(f"Padding(values={self.values!r}): {given!r} is no {kind}, of array {name!r}: give one")
-        return value[()]
+        if is_text == isinstance(given, str | bytes) and np.ndim(given) == 0:
+            if is_text:
+                return given
+            with np.errstate(invalid="ignore", over="ignore"):  # the error below names the value
+                value = np.asarray(given).astype(dtype)
+            # Also refused if an integer type changes it, such as 0.5 or 300 in 8 bits; floats may round.
+            if dtype.kind not in "iub" or value == given:
+                return value[()]
+        kind = "text" if is_text else f"value of dtype {dtype}"
+        raise UsageError(f"Padding(values={self.values!r}): {given!r} is no {kind}, of array {name!r}: give one")
 
     def length(self, lengths: tf.Tensor) -> tf.Tensor:
         """The padded lengths of a batch: at least one, so that no layer meets an empty axis; int64 [axes].
@@ -143,9 +143,8 @@ class Padding:
             named = {}
             for name, mask in masks.items():
                 named["mask" if self.mask is True else f"{name}_mask"] = mask
-            for name in sorted(named):
-                if name in batch:
-                    raise UsageError(f"Padding(mask=...) adds {name!r}, but the examples have a {name!r}: rename it")
+            for name in sorted(named.keys() & batch.keys()):
+                raise UsageError(f"Padding(mask=...) adds {name!r}, but the examples have a {name!r}: rename it")
             with_masks = {**batch, **named}
             sorted_keys(with_masks)  # refuses names of masks and keys of the batch that can't be sorted together
             return with_masks
@@ -198,7 +197,7 @@ def call_with(function: Callable[..., T], example: Structure) -> T:
 
 def leaf_names(structure: Structure) -> list[str | int]:
     """The names of the arrays of a structure, in the order of `tf.nest.flatten`; see `name_of`."""
-    return [name_of(path) for path, _ in flatten(structure, (), tuple | list)]
+    return [name_of(path) for path, _ in flatten(structure, (), (tuple, list))]
 
 
 def lengthened(batch: Batch, specs: Structure) -> Batch:
