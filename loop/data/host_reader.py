@@ -37,14 +37,7 @@ _AT_ONCE_BYTES = 1 << 21
 
 
 class HostReader:
-    """Reads the batches of indexed data, each by its position, and those that follow ahead.
-
-    Args:
-        data: the data.
-        options: how it is cut into batches.
-        layout: of a batch.
-        steps_per_epoch: how many batches an epoch has.
-    """
+    """Reads the batches of indexed data, each by its position, and those that follow ahead."""
 
     def __init__(self, data: IndexedData, options: BatchOptions, layout: BatchLayout, steps_per_epoch: int) -> None:
         self._data = data
@@ -172,9 +165,7 @@ class HostReader:
         wholes = self._global_batches(position, at_once)
         widths = self._widths(wholes, position.epoch)
         count = self._fitting(widths)
-        own = wholes[:count]
-        if shares.replicas > 1:
-            own = [_own(shares, parts, whole) for whole in own]
+        own = [_own(shares, parts, whole) for whole in wholes[:count]]
         starts = np.zeros([count + 1], np.int64)
         np.cumsum(list(map(len, own)), out=starts[1:])
 
@@ -195,7 +186,7 @@ class HostReader:
     def _rows(self, shares: RowShares, parts: int, position: Position) -> np.ndarray:
         """The indices of a worker's rows of a global batch: int64 [n]."""
         [whole] = self._global_batches(position, 1)
-        return whole if shares.replicas == 1 else _own(shares, parts, whole)
+        return _own(shares, parts, whole)
 
     def _global_batches(self, position: Position, at_once: int) -> list[np.ndarray]:
         """The indices of the examples of global batches from a position on: int64 [n] each; at least of one."""
@@ -277,7 +268,7 @@ def _warn_of_python(unlike: bool) -> None:
 
 def _own(shares: RowShares, parts: int, whole: np.ndarray) -> np.ndarray:
     """A worker's rows of a global batch that is cut into micro-batches."""
-    return whole[shares.on_host(len(whole), parts)]
+    return whole if shares.replicas == 1 else whole[shares.on_host(len(whole), parts)]
 
 
 def _graph_threads() -> int:
