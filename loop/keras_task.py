@@ -141,12 +141,12 @@ class KerasTask(TrainTask):
         # Keras has no public way to the arguments of `compile`. Either is None where `compile` got none.
         losses = model._compile_loss
         metrics = model._compile_metrics
-        self._compiled = _Compiled(
-            losses and losses._user_loss,
-            losses and losses._user_loss_weights,
-            metrics and metrics._user_metrics,
-            metrics and metrics._user_weighted_metrics,
-        )
+        given: dict[str, Compiled] = {}
+        if losses is not None:
+            given |= {"loss": losses._user_loss, "loss_weights": losses._user_loss_weights}
+        if metrics is not None:
+            given |= {"metrics": metrics._user_metrics, "weighted_metrics": metrics._user_weighted_metrics}
+        self._compiled = _Compiled(**given)
 
     def build_optimizer(self) -> Optimizer:
         if self._optimizer_fn is None:
@@ -304,10 +304,7 @@ def _check_no_own_step(model: Model) -> None:
 
 def _warn_of_modes(model: Model) -> None:
     """Warns of layers that stay in inference mode, because the model's `call` has no argument to pass on."""
-    names = []
-    for layer in layers(model):
-        if layer is not model and _has_modes(layer):
-            names.append(layer.name)
+    names = [layer.name for layer in layers(model) if layer is not model and _has_modes(layer)]
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         warnings.warn(

@@ -254,7 +254,7 @@ def with_defaults(task: HasDefaults | None, given: Mapping[str, object]) -> Opti
     Raises:
         UsageError: an option that doesn't exist, or an invalid value.
     """
-    own = {} if task is None else dict(task.defaults)
+    own = dict(getattr(task, "defaults", {}))
     for name in own:
         if name not in DEFAULTS:
             raise UsageError(
@@ -262,7 +262,7 @@ def with_defaults(task: HasDefaults | None, given: Mapping[str, object]) -> Opti
             )
     passed = {name: value for name, value in given.items() if value is not None}
 
-    phases = [] if task is None else phases_of(task)
+    phases = phases_of(task)
     # Before the values are merged: a task's own length is no mistake beside one that the caller gives.
     _refuse_two_lengths(task, phases, own, passed)
     # What the caller gives wins over what the task gives in its place.
@@ -276,10 +276,14 @@ def with_defaults(task: HasDefaults | None, given: Mapping[str, object]) -> Opti
     for option in OPTIONS:
         options[option.name] = plain_numbers(options[option.name])
         option.check(options[option.name])
+    _refuse_exclusive(options)
+    return options | _lengths(phases)
+
+
+def _refuse_exclusive(options: Options) -> None:
     for one, other in _EXCLUSIVE:
         if options[one] != DEFAULTS[one] and options[other] != DEFAULTS[other]:
             raise UsageError(f"{one}={options[one]!r} and {other}={options[other]!r}: give one of the two")
-    return options | _lengths(phases)
 
 
 def _refuse_two_lengths(

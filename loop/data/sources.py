@@ -150,13 +150,9 @@ def made_again(task: TrainTask, options: Options, change: Change) -> Dataset:
 
 
 def source(data: Dataset, options: BatchOptions, what: str, make: Callable[[], Dataset] | None = None) -> Source:
-    """Makes a source from what a method of a task returned.
+    """Makes a source from what a method of a task, named `what`, has returned.
 
-    Args:
-        data: what it returned.
-        options: how it is cut into batches.
-        what: the method's name, for messages.
-        make: calls the method once more, for later epochs of a stream.
+    `make` calls the method once more, for later epochs of a stream.
 
     Raises:
         UsageError: see `open_data`.

@@ -374,16 +374,9 @@ def differences(pairs: Pairs) -> list[str]:
 
 def _changed(pairs: Pairs) -> Pairs:
     """The pairs whose values differ."""
-    changed = {}
-    for name, (was, is_) in pairs.items():
-        if _differ(was, is_):
-            changed[name] = (was, is_)
-    return changed
-
-
-def _differ(was: object, is_: object) -> bool:
-    """Whether two recorded values differ.
-
-    Secrets aren't recorded, not even hashed, so they can't be compared: a password may change between two attempts.
-    """
-    return was != is_ and HIDDEN not in json.dumps([was, is_], default=str)
+    # Secrets aren't recorded, not even hashed, and can't be compared: a password may change between two attempts.
+    return {
+        name: (was, is_)
+        for name, (was, is_) in pairs.items()
+        if was != is_ and HIDDEN not in json.dumps([was, is_], default=str)
+    }

@@ -131,8 +131,7 @@ class Served(tf.Module):
         self._other_shapes = Hidden(list(other_shapes))
         specs = {name: self._spec(index, leaf, name) for index, (name, leaf) in enumerate(inputs.items())}
         self._specs = Hidden(specs)
-        signature = [specs if len(specs) > 1 else next(iter(specs.values()))]
-        self.serve = tf.function(self._serve, input_signature=signature, autograph=False)
+        self.serve = tf.function(self._serve, input_signature=[_as_served(specs)], autograph=False)
 
     def _spec(self, index: int, leaf: tf.Tensor, name: str) -> tf.TensorSpec:
         """The shape of an input: any number of examples, and open axes where the model leaves them open."""
@@ -176,8 +175,7 @@ class Served(tf.Module):
 
     def example(self) -> ServedArrays:
         """The examples that it was made with, as `serve` takes them."""
-        by_name = self.named_example()
-        return by_name if len(by_name) > 1 else next(iter(by_name.values()))
+        return _as_served(self.named_example())
 
     def outputs(self) -> ServedArrays:
         """The outputs of `serve` for these examples."""
@@ -189,6 +187,11 @@ class Served(tf.Module):
         return keras.tree.map_structure(
             lambda leaf: {"input": next(names)} if tf.is_tensor(leaf) else leaf, self._call.value
         )
+
+
+def _as_served(named: dict[str, T]) -> T | dict[str, T]:
+    """Several values by name as they are; one without its name."""
+    return named if len(named) > 1 else next(iter(named.values()))
 
 
 class Hidden(Generic[T]):

@@ -27,10 +27,8 @@ MOST = 2000
 def note(directory: Path, target: str | None, plan: object = None) -> None:
     """Records that this user has started a run in a directory. Best effort: without it, `--target` must be given.
 
-    Args:
-        directory: the run directory, or that of a sweep.
-        target: the target of the task, with an absolute path; None: the task can't be named.
-        plan: of a sweep, what is done when it is resumed.
+    `target` is that of the task, with an absolute path; None: the task can't be named. Of a sweep, `plan` is what is
+    done when it is resumed.
     """
     # Without a target, the entry of an earlier task would name other code than that of this run.
     _record(directory, {} if target is None else {"target": target, "plan": _digest(plan)})
@@ -101,7 +99,7 @@ def _recorded(directory: Path) -> dict[str, object]:
         real = directory.resolve()
         entry = files.read_json(_entry(records, real)) if _is_private(records) else {}
         # Also the inode: another directory may have been put at the same path.
-        same = entry.get("path") == str(real) and entry.get("inode") == real.stat().st_ino
+        same = (entry.get("path"), entry.get("inode")) == (str(real), real.stat().st_ino)
     except (OSError, RuntimeError):
         return {}
     return entry if same else {}

@@ -49,14 +49,7 @@ def fit_in_workers(
     callbacks: Iterable[Callback] | None,
     run_dir: str | Path | None,
 ) -> FitResult:
-    """Trains a task with `tfloop train --workers N`, whose output is shown here.
-
-    Args:
-        task: the task.
-        given: the options that were passed to `fit`.
-        workers: how many.
-        callbacks: those that were passed to `fit`.
-        run_dir: the run directory; None: a new one.
+    """Trains a task with `tfloop train --workers N`, whose output is shown here; `given` are the options of `fit`.
 
     Returns:
         The result, with a model on one device that has the weights of the run.
@@ -125,11 +118,6 @@ def _typed_options(task: TrainTask, given: Mapping[str, object]) -> list[str]:
         value = plain_numbers(value)
         if value is None:
             continue
-        if isinstance(value, dict):
-            value = [f"{key}={pace}" for key, pace in value.items()]
-        if isinstance(value, list | tuple):
-            value = ",".join(map(str, value))
-
         if value is True:
             typed.append(f"--{flag}")
         # Options that are on by default can be typed as off; and this one, which decides on examples.
@@ -138,8 +126,15 @@ def _typed_options(task: TrainTask, given: Mapping[str, object]) -> list[str]:
         elif value is False and task.defaults.get(name):
             raise UsageError(f"fit(workers=...) with {name}={value!r}: put it into the task's defaults instead")
         elif value is not False:
-            typed.append(f"--{flag}={value}")
+            typed.append(f"--{flag}={_text(value)}")
     return typed
+
+
+def _text(value: object) -> str:
+    """The value of an option as it is typed: several with commas between them."""
+    if isinstance(value, dict):
+        value = [f"{key}={pace}" for key, pace in value.items()]
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _typed_fields(task: TrainTask) -> list[str]:
