@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
@@ -335,10 +336,9 @@ def changed_fields(task: TrainTask) -> list[str]:
     changed = []
     for name, default in defaults(type(task)).items():
         value = getattr(task, name)
-        try:
-            is_default = default is value or bool(default == value)
-        except Exception:  # a field may hold an array, or anything else that has no truth
-            is_default = False
+        is_default = default is value
+        with contextlib.suppress(Exception):  # a field may hold an array, or anything else that has no truth
+            is_default = is_default or bool(default == value)
         if not is_default:
             changed.append(name)
     return changed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -40,14 +41,13 @@ def fill_column(column: Sequence[Any], out: np.ndarray) -> bool:
     count, size, *rest = out.shape
     if set(map(type, column)) != {np.ndarray}:
         return False
-    try:
-        # Behind each other along their first axis, which is where they lie in the batch.
-        same = set(map(len, column)) == {size}
-        if same:  # `casting` refuses another dtype, and the shape of `out` another shape
+    # `casting` refuses another dtype, and the shape of `out` another shape.
+    with contextlib.suppress(TypeError, ValueError):
+        if set(map(len, column)) == {size}:
+            # Behind each other along their first axis, which is where they lie in the batch.
             np.concatenate(column, out=out.reshape(count * size, *rest), casting="no")
-    except (TypeError, ValueError):
-        return False
-    return same
+            return True
+    return False
 
 
 def lengths_of(column: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:

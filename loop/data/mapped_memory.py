@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 import weakref
@@ -46,11 +47,9 @@ class MappedMemory:
 
     def _bytes(self) -> int:
         """The memory that pages of files take in this process."""
-        try:
-            with open("/proc/self/statm", "rb") as file:
-                return int(file.read().split()[2]) * mmap.PAGESIZE  # the third field: resident pages of files
-        except OSError:  # not Linux
-            return self._read
+        with contextlib.suppress(OSError), open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[2]) * mmap.PAGESIZE  # the third field: resident pages of files
+        return self._read  # not Linux
 
 
 MAPPED_MEMORY = MappedMemory()

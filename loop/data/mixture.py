@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -69,13 +70,11 @@ def _checked(parts: Sequence[IndexedData], shares: Sequence[float]) -> np.ndarra
         raise UsageError("loop.mix: give at least two sources, as in loop.mix({IndexedData(...): 0.7, ...})")
     if any(part.padding != parts[0].padding for part in parts):
         raise UsageError("loop.mix: the sources have different padding=...: give all the same")
-    try:
+    with contextlib.suppress(TypeError, ValueError):
         weights = np.array(shares, np.float64)
-    except (TypeError, ValueError):
-        weights = np.array([np.nan])
-    if not np.all((weights > 0) & np.isfinite(weights)):
-        raise UsageError(f"loop.mix: shares of {list(shares)}: give positive numbers")
-    return weights
+        if np.all((weights > 0) & np.isfinite(weights)):
+            return weights
+    raise UsageError(f"loop.mix: shares of {list(shares)}: give positive numbers")
 
 
 class _Pattern(NamedTuple):

@@ -81,11 +81,10 @@ def _longer_shapes(task: TrainTask, built: BuiltModel, source: Source) -> list[t
     longer = source.longer_example()
     if longer is None:
         return []
-    try:
+    with contextlib.suppress(ValueError, tf.errors.InvalidArgumentError):  # a model that takes no other length
         call = call_of(task, built.model, examples_for(built, longer))
-    except (ValueError, tf.errors.InvalidArgumentError):  # a model that takes no other length
-        return []
-    return [tensor.shape for tensor in named_tensors(call, "input").values()]
+        return [tensor.shape for tensor in named_tensors(call, "input").values()]
+    return []
 
 
 def call_of(task: TrainTask, model: Model, batch: Batch) -> Arguments:
@@ -152,11 +151,7 @@ class Served(tf.Module):
 
     def call(self, inputs: dict[str, tf.Tensor]) -> Outputs:
         """The model's outputs."""
-        # In the order of the names, which is that of the tensors in the arguments.
-        tensors = iter([inputs[name] for name in self._inputs.value])
-        args, kwargs = keras.tree.map_structure(
-            lambda leaf: next(tensors) if tf.is_tensor(leaf) else leaf, self._call.value
-        )
+        args, kwargs = self._with_inputs(map(inputs.__getitem__, self._inputs.value))
         return plain_outputs(as_written(called)(self.model, args, kwargs))
 
     def named_function(self) -> tf.types.experimental.PolymorphicFunction:
@@ -183,10 +178,12 @@ class Served(tf.Module):
 
     def skeleton(self) -> object:
         """The arguments of the model as JSON values; an input is `{"input": name}`."""
-        names = iter(self._inputs.value)
-        return keras.tree.map_structure(
-            lambda leaf: {"input": next(names)} if tf.is_tensor(leaf) else leaf, self._call.value
-        )
+        return self._with_inputs({"input": name} for name in self._inputs.value)
+
+    def _with_inputs(self, values: Iterator[object]) -> Arguments:
+        """The arguments of the model with these values for its inputs, in the order of their names."""
+        # That is the order of the tensors in the arguments, too.
+        return keras.tree.map_structure(lambda leaf: next(values) if tf.is_tensor(leaf) else leaf, self._call.value)
 
 
 def _as_served(named: dict[str, T]) -> T | dict[str, T]:

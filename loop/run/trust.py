@@ -94,15 +94,15 @@ def is_own_sweep(directory: Path, plan: object) -> bool:
 
 def _recorded(directory: Path) -> dict[str, object]:
     """The entry of a directory; empty if there is none."""
-    try:
+    with contextlib.suppress(OSError, RuntimeError):
         records = _records()
         real = directory.resolve()
-        entry = files.read_json(_entry(records, real)) if _is_private(records) else {}
-        # Also the inode: another directory may have been put at the same path.
-        same = (entry.get("path"), entry.get("inode")) == (str(real), real.stat().st_ino)
-    except (OSError, RuntimeError):
-        return {}
-    return entry if same else {}
+        if _is_private(records):
+            entry = files.read_json(_entry(records, real))
+            # Also the inode: another directory may have been put at the same path.
+            if (entry.get("path"), entry.get("inode")) == (str(real), real.stat().st_ino):
+                return entry
+    return {}
 
 
 def _record(directory: Path, what: dict[str, object]) -> None:
