@@ -210,13 +210,12 @@ def _array_or_sequences(given: Given, name: str | int) -> Array:
 
 def _check_one_mask(arrays: Mapping[str | int, Array], padding: Padding | None) -> None:
     """Refuses a single mask for several arrays, if an example has another length in one array than in the other."""
-    padded = {name: array for name, array in arrays.items() if isinstance(array, Sequences)}
-    first = next(iter(padded.values()), None)
-    if first is None or padding is None or padding.mask is not True:
+    if padding is None or padding.mask is not True:
         return
+    padded = {name: array for name, array in arrays.items() if isinstance(array, Sequences)}
+    names = list(padded)
     # With one mask for all, data of the longer array would be taken for padding.
-    if any(not np.array_equal(first.shapes, array.shapes) for array in padded.values()):
-        names = list(padded)
+    if any(not np.array_equal(padded[names[0]].shapes, array.shapes) for array in padded.values()):
         raise UsageError(
             f"ArrayData: the arrays {', '.join(map(repr, names))} have different lengths, so that one mask can't serve "
             f"all: say whose masks you want, as Padding(mask={names[-1]!r}) or Padding(mask={names!r})"

@@ -76,7 +76,7 @@ class IndexedData:
         self.padding = as_padding(padding)
         reader = reader_of(source)
         if map is None and lengths is None:
-            lengths = known_lengths(reader)
+            lengths = dict(known_lengths(reader)) or None
         _check_lengths(self.padding, has_lengths=lengths is not None)
         self.maps_in_graph = is_graph(map)
         called_map = on_tensors(map) if is_graph(map) else map

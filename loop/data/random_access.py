@@ -183,8 +183,9 @@ class ArrayRows:
     def __reduce__(self) -> tuple[Callable[..., ArrayRows], tuple[Any, ...]]:
         """A process that reads maps the file, too: it may be larger than memory."""
         array = self._array
-        if self._map is None or not isinstance(array, np.memmap):
+        if self._map is None:
             return ArrayRows, (self._rows,)
+        assert isinstance(array, np.memmap)  # nothing else has such a map
         if array.filename is None or not array.flags.c_contiguous:
             raise TypeError("a memory map can be sent if it has a file, and its rows lie one behind the other")
 
@@ -254,13 +255,14 @@ class Structure:
         readers: of the sources, by their names or positions.
     """
 
-    def __init__(self, sources: Mapping[str, Source] | tuple[Source, ...]) -> None:
-        named = sources if isinstance(sources, Mapping) else dict(enumerate(sources))
-        if not named:
+    def __init__(self, sources: Mapping[str | int, Source] | tuple[Source, ...]) -> None:
+        if not sources:
             raise UsageError("IndexedData: a dict or tuple without sources: give at least one source")
-        self.readers: dict[str | int, Reader] = dict(zip(named, map(reader_of, named.values()), strict=True))
-        # A named tuple keeps its type, in which `compute` gets it.
-        self._tuple = type(sources) if isinstance(sources, tuple) else None
+        self._tuple: type[tuple[Example, ...]] | None = None
+        if isinstance(sources, tuple):
+            self._tuple = type(sources)  # a named tuple keeps its type, in which `compute` gets it
+            sources = dict(enumerate(sources))
+        self.readers: dict[str | int, Reader] = dict(zip(sources, map(reader_of, sources.values()), strict=True))
         self.by_column = all(reader.by_column for reader in self.readers.values())
         if len(set(map(len, self.readers.values()))) != 1:
             listed = ", ".join(f"{name!r}: {len(reader)}" for name, reader in self.readers.items())

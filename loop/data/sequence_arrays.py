@@ -57,7 +57,7 @@ def _stacked(examples: Sequence[np.ndarray], name: str | int, axes: int) -> Sequ
     # All axes up to the last one that differs count as different; the rows have those behind it.
     differing = np.flatnonzero((shapes != shapes[:1]).any(0))
     axes = max(axes, int(differing.max(initial=0)) + 1)
-    tail = shapes[0, axes:].tolist() if len(shapes) else []
+    tail = shapes[:1, axes:].ravel().tolist()
     if not filled:
         return Sequences(np.zeros([0, *tail], np.dtype("float32")), shapes[:, :axes])
     dtype = np.result_type(*{example.dtype for example in filled})
