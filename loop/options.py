@@ -126,7 +126,7 @@ _UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**2
 
 def size_in_bytes(value: object) -> float | None:
     """The bytes of a size such as `64MB`; None if the value is no size, or is 0."""
-    size = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    size = _SIZE.fullmatch(str(value))
     if size is None:
         return None
     return float(size[1]) * _UNITS[size[2].lower()] or None  # None for 0
@@ -149,7 +149,7 @@ def check_communication(backend: str, communication: str) -> None:
     Raises:
         UsageError: which it has instead, or which backend has it.
     """
-    if communication == "auto" or communication in COMMUNICATION.get(backend, ()):
+    if communication in ("auto", *COMMUNICATION.get(backend, ())):
         return
     fix = f"give auto, {', '.join(COMMUNICATION[backend])}" if backend in COMMUNICATION else "leave it out"
     others = [name for name, ways in COMMUNICATION.items() if communication in ways]
@@ -290,11 +290,12 @@ def _refuse_two_lengths(
     task: object, phases: list[Phase], own: Mapping[str, object], passed: Mapping[str, object]
 ) -> None:
     """Refuses a length in addition to that of the phases, and epochs in addition to steps."""
+    given = {**own, **passed}
     for name in ("epochs", "steps"):
-        if phases and (name in passed or name in own):
+        if phases and name in given:
             names = ", ".join(phase.name for phase in phases)
             raise UsageError(
-                f"{name}={passed.get(name, own.get(name))}: {type(task).__name__} has phases "
+                f"{name}={given[name]}: {type(task).__name__} has phases "
                 f"({names}), which say how long each is: leave {name} out"
             )
     if "epochs" in passed and "steps" in passed:

@@ -54,11 +54,7 @@ class ParquetRows(Table):
     """The rows of a Parquet file.
 
     Parquet is compressed in groups of rows, of which a whole one would be read for each row. So they are kept as an
-    Arrow file, which is mapped into memory.
-
-    Args:
-        path: of the Parquet file.
-        arrow_file: the Arrow file; None: it is found in the cache, or made.
+    Arrow file, which is mapped into memory. Without one, it is found in the cache, or made.
 
     Raises:
         UsageError: it is no Parquet file; or the cache can't be written.
@@ -140,8 +136,7 @@ def _write(parquet: pyarrow.parquet.ParquetFile, target: Path) -> None:
         schema = _without_categories(parquet.schema_arrow)
         with replacing(target, aside=hidden_name(target)) as file, pyarrow.ipc.new_file(file, schema) as writer:
             for batch in parquet.iter_batches():  # the file may be larger than memory
-                table = pyarrow.Table.from_batches([batch])
-                writer.write_table(table if table.schema.equals(schema) else table.cast(schema))
+                writer.write_table(pyarrow.Table.from_batches([batch]).cast(schema))
     except OSError as error:
         if error.errno is None:  # Arrow's own, of what it reads
             raise

@@ -85,9 +85,7 @@ class ExampleReader:
     def read(self, ids: np.ndarray, seeds: np.ndarray) -> list[Read]:
         """Reads examples; returns each one, or the error that reading it has raised.
 
-        Args:
-            ids: the numbers of the examples in the source: int64 [n].
-            seeds: the seeds of the examples: int64 [n, 2].
+        `ids` are their numbers in the source, int64 [n], and `seeds` their seeds, int64 [n, 2].
         """
         try:
             examples = self.unmapped(ids)

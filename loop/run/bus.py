@@ -95,11 +95,10 @@ class Bus:
     def check_metrics(self) -> None:
         """Refuses callbacks that watch a metric that the run doesn't have; `Run.synchronize` raises the error."""
         with self._run.defer_errors():
-            watching = [callback for callback in self._run.callbacks.values() if callback.watches]
-            # Only if one is watched: the names of a phase's metrics are found by tracing its step.
-            known = self._run.metric_names() if watching else []
-            for callback in watching:
+            for callback in self._run.callbacks.values():
                 for argument, metric in callback.watches.items():
+                    # Only if one is watched: the names of a phase's metrics are found by tracing its step.
+                    known = self._run.metric_names()
                     if metric not in known:
                         self._check_unknown(callback, argument, metric, known)
 
@@ -228,12 +227,11 @@ class Bus:
 def _as_numbers(hook: str, metrics: dict[str, float]) -> None:
     """Makes plain floats of the metrics that a hook has set: of NumPy's numbers and tensors, for example."""
     for name, value in list(metrics.items()):
-        if type(value) is not float:
-            try:
-                metrics[name] = float(value)
-            except (TypeError, ValueError):
-                del metrics[name]
-                raise UsageError(f"{hook} has set the metric {name!r} to {value!r:.60}: give a number") from None
+        try:
+            metrics[name] = float(value)
+        except (TypeError, ValueError):
+            del metrics[name]
+            raise UsageError(f"{hook} has set the metric {name!r} to {value!r:.60}: give a number") from None
 
 
 def _by_key(callbacks: list[Callback]) -> dict[str, Callback]:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from callbacks import evaluate_beside, files
+from callbacks.arguments import is_whole
 from callbacks.mlflow.tracker import STATE
 from callbacks.run_record import journal, provenance
 from callbacks.run_record.record import ABOUT, is_run
@@ -81,7 +82,7 @@ def check_checkpoints(directory: Path, about: Json) -> None:
     if not lost and "checkpoint" not in about and not os.path.lexists(directory / journal.NAME):
         # The run.json of an older version, without a journal: it records the step alone.
         step = progress.get("step") if isinstance(progress, dict) else None
-        lost = f"step {step}" if isinstance(step, int) and step > 0 else ""
+        lost = f"step {step}" if is_whole(step, 1) else ""
     if lost:
         raise UsageError(
             f"the run in {directory} had the checkpoint {str(lost)[:80]!r}, and {_absence(checkpoints)}: bring it back "

@@ -47,7 +47,7 @@ def _definition(kind: type, source: str | None) -> ast.ClassDef | None:
             source = Path(path).read_text()
         nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
         named = [node for node in nodes if node.name == kind.__name__]
-        return named[-1] if named else None
+        return next(reversed(named), None)
     return None
 
 

@@ -161,10 +161,8 @@ def result(run: Run) -> FitResult:
     metrics = dict(run.history[-1]) if run.history else {}
     if best_step is not None:
         # The row of its epoch, which may have ended later.
-        for row in reversed(run.history):
-            if row["step"] >= best_step:
-                metrics = dict(row)
-        metrics |= run.run_status.best_metrics
+        row = next((row for row in run.history if row["step"] >= best_step), metrics)
+        metrics = row | run.run_status.best_metrics
     # Position, not metrics: the result has it in fields of its own.
     for name in COUNTERS:
         metrics.pop(name, None)

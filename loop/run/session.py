@@ -33,16 +33,12 @@ class Session:
     """What a task is trained or used with, in the phase that it is in: data, model, optimizer and compiled step.
 
     Args:
-        task: the task.
-        backend: the backend.
         options: those of `fit`, the same in all phases.
         index: of the phase that is entered. The phases before it are entered, too, in order.
         trained_on: for a model that isn't trained here, the number of replicas on which it was trained.
         change: replaces the data that the task returns, for example by a part of it.
 
     Attributes:
-        task: the task.
-        backend: the backend.
         options: those of `fit`, which callbacks may change in `on_setup`.
         index: of the phase.
         phase_options: the same, with what the phase has of its own.

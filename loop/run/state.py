@@ -153,7 +153,7 @@ def streams(run: Run) -> Arrays:
 def stream_of(run: Run, tensors: Arrays | None) -> np.ndarray | None:
     """The state of this worker's iterator in a checkpoint, or None. All workers must call it.
 
-    Its tensors are given on the chief; None on the other workers.
+    The tensors of the checkpoint are given on the chief; None on the other workers.
     """
     states, _ = split(tensors or {}, STREAM)
     stored = int(run.backend.exchange(len(states))[0, 0])

@@ -89,10 +89,8 @@ def fit_in_workers(
 
 def _result(printed: Json, model: Model) -> FitResult:
     """The result, from what the command has printed."""
-    values: Json = {}
-    for field in dataclasses.fields(FitResult):  # the command prints more, and not the model
-        if field.name in printed:
-            values[field.name] = printed[field.name]
+    # The command prints more, and not the model.
+    values: Json = {field.name: printed[field.name] for field in dataclasses.fields(FitResult) if field.name in printed}
     # nan and infinities are texts in JSON.
     values["metrics"] = history.as_numbers(printed["metrics"])
     values["history"] = list(map(history.as_numbers, printed["history"]))
@@ -150,7 +148,7 @@ def _typed_fields(task: TrainTask) -> list[str]:
     typed = []
     changed = {}
     for name, value in hyperparameters(task).items():
-        if name in defaults and _equal(defaults[name], value):
+        if _equal(defaults.get(name, dataclasses.MISSING), value):
             continue
         if not isinstance(value, str | int | float | list | tuple | None):
             raise UsageError(
