@@ -141,12 +141,12 @@ class KerasTask(TrainTask):
         # Keras has no public way to the arguments of `compile`. Either is None where `compile` got none.
         losses = model._compile_loss
         metrics = model._compile_metrics
-        self._compiled = _Compiled(
-            losses and losses._user_loss,
-            losses and losses._user_loss_weights,
-            metrics and metrics._user_metrics,
-            metrics and metrics._user_weighted_metrics,
-        )
+        given: dict[str, Compiled] = {}
+        if losses is not None:
+            given |= {"loss": losses._user_loss, "loss_weights": losses._user_loss_weights}
+        if metrics is not None:
+            given |= {"metrics": metrics._user_metrics, "weighted_metrics": metrics._user_weighted_metrics}
+        self._compiled = _Compiled(**given)
 
     def build_optimizer(self) -> Optimizer:
         if self._optimizer_fn is None:
@@ -239,18 +239,16 @@ class KerasTask(TrainTask):
         """Inputs, labels (or None), and weights (or None)."""
         # A dict or a single tensor is inputs alone.
         is_tuple = isinstance(batch, tuple | list)
-        needs_labels = self._compiled.loss is not None
-        if not is_tuple and not needs_labels:
-            return batch, None, None
-        if not is_tuple or len(batch) not in ((2, 3) if needs_labels else (1, 2, 3)):
-            of = f"{len(batch)} part(s)" if is_tuple else f"one {type(batch).__name__}"
+        parts = batch if is_tuple else (batch,)
+        if len(parts) not in ((1, 2, 3) if self._compiled.loss is None else (2, 3)):
+            of = f"{len(parts)} part(s)" if is_tuple else f"one {type(batch).__name__}"
             raise UsageError(
                 f"KerasTask takes examples of (inputs, labels) or (inputs, labels, weights); these are of {of}: give "
                 "ArrayData(inputs, labels), where the inputs are the labels too ArrayData(inputs, inputs)"
             )
-        inputs, labels, weights = (*batch, None, None)[:3]  # None for what is missing
+        inputs, labels, weights = (*parts, None, None)[:3]  # None for what is missing
         # As in `fit`, evaluation data may have weights beside class weights, which exist only in training.
-        if self._class_weight and training:
+        if self._class_weight and training and labels is not None:
             if weights is not None:
                 raise UsageError("KerasTask(class_weight=...) with examples that have weights: give one of the two")
             weights = keras_compile.class_weights(labels, self._class_weight)
@@ -306,10 +304,7 @@ def _check_no_own_step(model: Model) -> None:
 
 def _warn_of_modes(model: Model) -> None:
     """Warns of layers that stay in inference mode, because the model's `call` has no argument to pass on."""
-    names = []
-    for layer in layers(model):
-        if layer is not model and _has_modes(layer):
-            names.append(layer.name)
+    names = [layer.name for layer in layers(model) if layer is not model and _has_modes(layer)]
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         warnings.warn(

@@ -6,14 +6,15 @@ Imports no TensorFlow, so that errors are reported at once.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import reprlib
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard
+from typing import Any, ClassVar, Protocol, TypeAlias
 
-from callbacks.arguments import plain_numbers
+from callbacks.arguments import is_whole, plain_numbers
 from callbacks.nearest import nearest
 from loop.errors import UsageError
 
@@ -71,21 +72,16 @@ class HasDefaults(Protocol):
     defaults: ClassVar[Mapping[str, Any]]
 
 
-def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)  # `True` is an int in Python
-
-
-def _is_int(minimum: int, *others: object) -> Rule:
-    return lambda value: value in others or (_is_whole(value) and value >= minimum)
+def _is_int(least: int, *others: object, most: float = math.inf) -> Rule:
+    return lambda value: value in others or is_whole(value, least, most)
 
 
 _is_pace = _is_int(1, "epoch", "never")
 
 
 def _is_eval_every(value: object) -> bool:
-    if not isinstance(value, dict):
-        return _is_pace(value)
-    return bool(value) and all(map(_is_pace, value.values()))
+    paces = list(value.values()) if isinstance(value, dict) else [value]
+    return bool(paces) and all(map(_is_pace, paces))
 
 
 def _is_one_of(*values: object) -> Rule:
@@ -104,18 +100,13 @@ def plugin_entry_points() -> dict[str, EntryPoint]:
     return {plugin.name: plugin for plugin in plugins}
 
 
-def _is_positive(value: object) -> bool:
-    if value is None or isinstance(value, bool):
-        return value is None
-    return isinstance(value, int | float) and 0 < value < float("inf")
+def _is_positive(below: float = math.inf) -> Rule:
+    def rule(value: object) -> bool:
+        if value is None or isinstance(value, bool):
+            return value is None
+        return isinstance(value, int | float) and 0 < value < below
 
-
-def _is_decay(value: object) -> bool:
-    return value is None or (isinstance(value, float) and 0 < value < 1)
-
-
-def _is_seed(value: object) -> bool:
-    return _is_whole(value) and 0 <= value < 2**31
+    return rule
 
 
 def _is_path(value: object) -> bool:
@@ -135,7 +126,7 @@ _UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**2
 
 def size_in_bytes(value: object) -> float | None:
     """The bytes of a size such as `64MB`; None if the value is no size, or is 0."""
-    size = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    size = _SIZE.fullmatch(str(value))
     if size is None:
         return None
     return float(size[1]) * _UNITS[size[2].lower()] or None  # None for 0
@@ -158,7 +149,7 @@ def check_communication(backend: str, communication: str) -> None:
     Raises:
         UsageError: which it has instead, or which backend has it.
     """
-    if communication == "auto" or communication in COMMUNICATION.get(backend, ()):
+    if communication in ("auto", *COMMUNICATION.get(backend, ())):
         return
     fix = f"give auto, {', '.join(COMMUNICATION[backend])}" if backend in COMMUNICATION else "leave it out"
     others = [name for name, ways in COMMUNICATION.items() if communication in ways]
@@ -199,7 +190,7 @@ OPTIONS = (
         f"give one of {', '.join(BACKENDS)}, or the name of a plug-in (tfloop doctor lists them)",
     ),
     Option("resume", "auto", _is_path, 'give "auto", "never" or the path of a checkpoint'),
-    Option("seed", 0, _is_seed, "give a whole number from 0 to 2147483647", is_kept=True),
+    Option("seed", 0, _is_int(0, most=2**31 - 1), "give a whole number from 0 to 2147483647", is_kept=True),
     Option("shuffle", True, _IS_FLAG, "give True or False", is_kept=True),
     Option(
         "precision", "float32", _is_one_of("float32", "float64", "bfloat16", "mixed_float16"),
@@ -210,13 +201,14 @@ OPTIONS = (
     Option("groups", 1, _is_int(1), "give a whole number >= 1 of collectives"),
     Option("reduction", "sum", _is_one_of("sum", "adasum"), "give sum or adasum", is_kept=True),
     Option("local_steps", 1, _is_int(1), "give a whole number >= 1 of steps between two averages", is_kept=True),
-    Option("clip_norm", None, _is_positive, "give a number > 0, or None for no clipping", is_kept=True),
-    Option("clip_value", None, _is_positive, "give a number > 0, or None for no clipping", is_kept=True),
+    Option("clip_norm", None, _is_positive(), "give a number > 0, or None for no clipping", is_kept=True),
+    Option("clip_value", None, _is_positive(), "give a number > 0, or None for no clipping", is_kept=True),
     Option("on_nonfinite", "stop", _is_one_of("stop", "skip"), "give stop or skip", is_kept=True),
     Option("sync_batch_norm", True, _IS_FLAG, "give True or False", is_kept=True),
     Option("shard_optimizer", False, _IS_FLAG, "give True or False"),
     Option(
-        "ema", None, _is_decay, "give the decay of the moving average, such as 0.999, or None for none", is_kept=True
+        "ema", None, _is_positive(below=1), "give the decay of the moving average, such as 0.999, or None for none",
+        is_kept=True,
     ),
     Option(
         "remat", None, _is_remat,
@@ -230,7 +222,7 @@ OPTIONS = (
         'give "epoch", "never" or a number of steps >= 1; or one of these for each evaluation set, by name',
     ),
     Option("drop_remainder", False, _IS_FLAG, "give True or False", is_kept=True),
-    Option("stall_timeout", 300.0, _is_positive, "give a number of seconds > 0"),
+    Option("stall_timeout", 300.0, _is_positive(), "give a number of seconds > 0"),
     Option("profile", None, _is_span, "give the first and the last step to trace, such as 10:20; steps count from 1"),
     Option("accept_changes", False, _IS_FLAG, "give True or False"),
     Option(
@@ -244,6 +236,14 @@ OPTIONS = (
 DEFAULTS: Options = {option.name: option.default for option in OPTIONS}
 """The default of each option."""
 
+_EXCLUSIVE = (
+    ("clip_norm", "clip_value"),
+    # Replicas that make steps of their own need all of the optimizer's state.
+    ("shard_optimizer", "local_steps"),
+    ("shard_optimizer", "reduction"),
+)
+"""Pairs of options of which at most one may differ from its default."""
+
 KEPT = tuple(option.name for option in OPTIONS if option.is_kept)
 """The options that a resumed run must keep."""
 
@@ -251,24 +251,18 @@ KEPT = tuple(option.name for option in OPTIONS if option.is_kept)
 def with_defaults(task: HasDefaults | None, given: Mapping[str, object]) -> Options:
     """The options of a run: the given values (not None), else the task's own defaults, else ours; all are checked.
 
-    Args:
-        task: the task; None if it isn't loaded yet.
-        given: the options that were passed or typed.
-
     Raises:
         UsageError: an option that doesn't exist, or an invalid value.
     """
-    own = {}
-    for name, value in ({} if task is None else task.defaults).items():
+    own = dict(getattr(task, "defaults", {}))
+    for name in own:
         if name not in DEFAULTS:
             raise UsageError(
                 f"{type(task).__name__}.defaults has {name!r}: fit has no such option{nearest(name, DEFAULTS)}"
             )
-        own[name] = plain_numbers(value)
-    # None counts as not given.
-    passed = {name: plain_numbers(value) for name, value in given.items() if value is not None}
+    passed = {name: value for name, value in given.items() if value is not None}
 
-    phases = [] if task is None else phases_of(task)
+    phases = phases_of(task)
     # Before the values are merged: a task's own length is no mistake beside one that the caller gives.
     _refuse_two_lengths(task, phases, own, passed)
     # What the caller gives wins over what the task gives in its place.
@@ -280,37 +274,28 @@ def with_defaults(task: HasDefaults | None, given: Mapping[str, object]) -> Opti
         # A few batches are to be memorized: the task's own default for shuffle doesn't count.
         options["shuffle"] = passed.get("shuffle", False)
     for option in OPTIONS:
+        options[option.name] = plain_numbers(options[option.name])
         option.check(options[option.name])
-    _refuse_two_clips(options)
-    _refuse_unshardable(options)
+    _refuse_exclusive(options)
     return options | _lengths(phases)
 
 
-def _refuse_two_clips(options: Options) -> None:
-    if options["clip_norm"] is not None and options["clip_value"] is not None:
-        raise UsageError(
-            f"clip_norm={options['clip_norm']} and clip_value={options['clip_value']}: give one of the two"
-        )
-
-
-def _refuse_unshardable(options: Options) -> None:
-    """Refuses a sharded optimizer if replicas make steps of their own, which need all of its state."""
-    if not options["shard_optimizer"]:
-        return
-    for name in ("local_steps", "reduction"):
-        if options[name] != DEFAULTS[name]:
-            raise UsageError(f"shard_optimizer=True and {name}={options[name]!r}: give one of the two")
+def _refuse_exclusive(options: Options) -> None:
+    for one, other in _EXCLUSIVE:
+        if options[one] != DEFAULTS[one] and options[other] != DEFAULTS[other]:
+            raise UsageError(f"{one}={options[one]!r} and {other}={options[other]!r}: give one of the two")
 
 
 def _refuse_two_lengths(
     task: object, phases: list[Phase], own: Mapping[str, object], passed: Mapping[str, object]
 ) -> None:
     """Refuses a length in addition to that of the phases, and epochs in addition to steps."""
+    given = {**own, **passed}
     for name in ("epochs", "steps"):
-        if phases and (name in passed or name in own):
+        if phases and name in given:
             names = ", ".join(phase.name for phase in phases)
             raise UsageError(
-                f"{name}={passed.get(name, own.get(name))}: {type(task).__name__} has phases "
+                f"{name}={given[name]}: {type(task).__name__} has phases "
                 f"({names}), which say how long each is: leave {name} out"
             )
     if "epochs" in passed and "steps" in passed:
@@ -319,20 +304,11 @@ def _refuse_two_lengths(
 
 def _lengths(phases: list[Phase]) -> Options:
     """The options for the length of a run of these phases: None if it isn't known; {} without phases."""
-    if not phases:
-        return {}
-    epochs = [phase.epochs for phase in phases]
-    steps = [phase.steps for phase in phases]
-    return {"epochs": _sum(epochs), "steps": _sum(steps)}
-
-
-def _sum(lengths: list[int | None]) -> int | None:
-    total = 0
-    for length in lengths:
-        if length is None:  # this phase counts in the other unit
-            return None
-        total += length
-    return total
+    lengths: Options = {}
+    for unit in ("epochs", "steps") if phases else ():
+        of_phases = [getattr(phase, unit) for phase in phases]
+        lengths[unit] = None if None in of_phases else sum(of_phases)  # None: a phase counts in the other unit
+    return lengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,10 +339,8 @@ def phases_of(task: object) -> list[Phase]:
         UsageError: an object that isn't a phase, two phases of one name, an invalid or missing length.
     """
     method = getattr(task, "phases", None)
-    if not callable(method):  # the task has a field of that name
-        return []
     task_name = type(task).__name__
-    phases = method()
+    phases = method() if callable(method) else []  # else the task has a field of that name
     if not isinstance(phases, list | tuple) or not all(isinstance(phase, Phase) for phase in phases):
         raise UsageError(
             f"{task_name}.phases() returned {phases!r:.99}: return a list of loop.Phase, such as "
@@ -387,14 +361,14 @@ def phases_of(task: object) -> list[Phase]:
 
 def _check_phase(task_name: str, phase: Phase, names: list[str]) -> None:
     """Refuses an invalid phase."""
-    if not isinstance(phase.name, str) or not phase.name:
-        raise UsageError(f"{task_name}.phases(): Phase({phase.name!r}): give it a name")
     what = f"{task_name}.phases(): Phase({phase.name!r})"
+    if not isinstance(phase.name, str) or not phase.name:
+        raise UsageError(f"{what}: give it a name")
     if names.count(phase.name) > 1:
         raise UsageError(f"{what} is there twice: give each a name of its own")
     if (phase.epochs is None) == (phase.steps is None):
         raise UsageError(f"{what}: give its length, as epochs=N or as steps=N")
     for name in ("epochs", "steps", "batch_size"):
         value = getattr(phase, name)
-        if value is not None and not (_is_whole(value) and value >= 1):
+        if value is not None and not is_whole(value, 1):
             raise UsageError(f"{what}: {name}={value!r}: give a whole number >= 1")

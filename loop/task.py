@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
@@ -83,7 +84,7 @@ class TrainTask:
         for name in names:
             part = getattr(model, name, None)
             if part is None:
-                part = _layer(model, name)
+                part = next((layer for layer in getattr(model, "layers", []) if layer.name == name), None)
             variables = getattr(part, "trainable_variables", None)
             if variables is None:
                 raise UsageError(
@@ -219,25 +220,16 @@ class TrainTask:
         return {"input": batch[0], "label": batch[1], "prediction": model(batch[0], training=False)}
 
 
-def _layer(model: Model, name: str) -> keras.Layer | None:
-    """The model's first layer of this name."""
-    for layer in getattr(model, "layers", []):
-        if layer.name == name:
-            return layer
-    return None
-
-
 class ModelCalls:
-    """Within it, the results of calls `model(...)` are noted.
-
-    Args:
-        model: the model.
+    """Within it, calls `model(...)` are noted.
 
     Attributes:
+        arguments: of the calls so far, in order: those by position, and those by name.
         results: what the calls have returned so far, in order.
     """
 
     def __init__(self, model: Model) -> None:
+        self.arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.results: list[Any] = []
         self._model = model
         self._kind: Any = type(model)  # Python looks up `model(...)` on the class, so that is what is changed
@@ -253,9 +245,11 @@ class ModelCalls:
 
     def _listening(self, original: Any) -> Any:
         def call(model: Model, *args: Any, **kwargs: Any) -> Any:
+            if model is not self._model:  # another object of the class, such as a model within this one
+                return original(model, *args, **kwargs)
+            self.arguments.append((args, kwargs))
             result = original(model, *args, **kwargs)
-            if model is self._model:  # other objects of the class, such as a model within this one, call it too
-                self.results.append(result)
+            self.results.append(result)
             return result
 
         return call
@@ -269,11 +263,7 @@ class ModelCalls:
 
 
 def check_is_task(task: object, call: str = "fit") -> None:
-    """Refuses an object that `fit` can't train.
-
-    Args:
-        task: what was given.
-        call: the function that it was given to, for the message.
+    """Refuses an object, given to the function `call`, that `fit` can't train.
 
     Raises:
         UsageError: it is a class, or not a task; or a method can't take what it is called with.
@@ -313,22 +303,23 @@ def _check_arguments(task: TrainTask, name: str) -> None:
         ) from None
 
 
+def _fields(task: object) -> tuple[dataclasses.Field[Any], ...]:
+    """The fields of a task, or of its class; none if it isn't a dataclass."""
+    return dataclasses.fields(task) if dataclasses.is_dataclass(task) else ()
+
+
 def hyperparameters(task: TrainTask) -> dict[str, object]:
     """The task's dataclass fields and their values; {} if it isn't a dataclass.
 
     Those with `init=False` are left out: the task computes them of the others, and can't be made with them.
     """
-    if not dataclasses.is_dataclass(task):
-        return {}
-    return {field.name: getattr(task, field.name) for field in dataclasses.fields(task) if field.init}
+    return {field.name: getattr(task, field.name) for field in _fields(task) if field.init}
 
 
 def field_values(task: TrainTask) -> dict[str, object]:
     """The values of all dataclass fields, also of those that the task computes, if they are set by now."""
-    if not dataclasses.is_dataclass(task):
-        return {}
     computed = {}
-    for field in dataclasses.fields(task):
+    for field in _fields(task):
         if not field.init and hasattr(task, field.name):
             computed[field.name] = getattr(task, field.name)
     return hyperparameters(task) | computed
@@ -342,15 +333,12 @@ def without_computed(task: TrainTask, recorded: dict[str, object]) -> dict[str, 
 
 def changed_fields(task: TrainTask) -> list[str]:
     """The names of the fields whose values aren't the task's defaults."""
-    if not dataclasses.is_dataclass(task):
-        return []
     changed = []
     for name, default in defaults(type(task)).items():
         value = getattr(task, name)
-        try:
-            is_default = default is value or bool(default == value)
-        except Exception:  # a field may hold an array, or anything else that has no truth
-            is_default = False
+        is_default = default is value
+        with contextlib.suppress(Exception):  # a field may hold an array, or anything else that has no truth
+            is_default = is_default or bool(default == value)
         if not is_default:
             changed.append(name)
     return changed
@@ -359,7 +347,7 @@ def changed_fields(task: TrainTask) -> list[str]:
 def defaults(kind: type) -> dict[str, object]:
     """The defaults of a task's fields, but for those that it computes; `MISSING`, which no value equals, for none."""
     found: dict[str, object] = {}
-    for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+    for field in _fields(kind):
         if field.init:
             found[field.name] = field.default
             if field.default_factory is not dataclasses.MISSING:

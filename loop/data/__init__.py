@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from loop.data.mixture import mix
     from loop.data.padding import Padding
     from loop.data.parts import contents, first, in_float64, part
-    from loop.data.pipelines import one_order, shard_files, stacking_problem
+    from loop.data.pipelines import shard_files, stacking_problem
     from loop.data.sources import Change, Data, Source, open_data, source, unchanged
     from loop.data.streams import StreamData, StreamSource, no_rows
     from loop.data.tfrecords import records
@@ -65,7 +65,6 @@ __all__ = [
     "likely_rows",
     "mix",
     "no_rows",
-    "one_order",
     "open_data",
     "part",
     "records",
@@ -77,49 +76,29 @@ __all__ = [
     "unchanged",
 ]
 
-_HOMES = {
-    "ArrayData": "arrays",
-    "ArraySource": "array_source",
-    "BatchOptions": "batch",
-    "Change": "sources",
-    "Data": "sources",
-    "DataIterator": "batch",
-    "EVALUATION_EPOCH": "batch",
-    "Feed": "batch",
-    "IndexedData": "indexed",
-    "IndexedSource": "indexed_source",
-    "Padding": "padding",
-    "ReadBatch": "batch",
-    "RowCounts": "batch",
-    "Rows": "batch",
-    "SKIPPED": "batch",
-    "Source": "sources",
-    "StreamData": "streams",
-    "StreamSource": "streams",
-    "contents": "parts",
-    "count": "batch",
-    "first": "parts",
-    "in_float64": "parts",
-    "likely_rows": "batch",
-    "no_rows": "streams",
-    "one_order": "pipelines",
-    "mix": "mixture",
-    "open_data": "sources",
-    "part": "parts",
-    "records": "tfrecords",
-    "rows": "batch",
-    "sequences": "joined",
-    "shard_files": "pipelines",
-    "source": "sources",
-    "stacking_problem": "pipelines",
-    "unchanged": "sources",
+_NAMES = {
+    "array_source": "ArraySource",
+    "arrays": "ArrayData",
+    "batch": "BatchOptions DataIterator EVALUATION_EPOCH Feed ReadBatch RowCounts Rows SKIPPED count likely_rows rows",
+    "indexed": "IndexedData",
+    "indexed_source": "IndexedSource",
+    "joined": "sequences",
+    "mixture": "mix",
+    "padding": "Padding",
+    "parts": "contents first in_float64 part",
+    "pipelines": "shard_files stacking_problem",
+    "sources": "Change Data Source open_data source unchanged",
+    "streams": "StreamData StreamSource no_rows",
+    "tfrecords": "records",
 }
+"""The names of `__all__`, by the module that has them."""
 
 
 def __getattr__(name: str) -> Any:
     """Loads a name when it is used: a process that reads examples needs no TensorFlow."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'loop.data' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"loop.data.{_HOMES[name]}"), name)
-    globals()[name] = value  # from now on it is found without `__getattr__`
-    return value
+    for module, names in _NAMES.items():
+        if name in names.split():
+            value = getattr(importlib.import_module(f"loop.data.{module}"), name)
+            globals()[name] = value  # from now on it is found without `__getattr__`
+            return value
+    raise AttributeError(f"module 'loop.data' has no attribute {name!r}")

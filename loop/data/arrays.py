@@ -164,12 +164,9 @@ def _nested(structure: Structure) -> Structure:
 def _converted(
     arrays: Mapping[str | int, Given], padding: Padding | None, before_padding: str = ""
 ) -> dict[str | int, Array]:
-    """What was passed as NumPy arrays, or as `Sequences` if examples differ in length.
+    """What was passed as NumPy arrays, or as `Sequences` if examples differ in length, which needs `padding`.
 
-    Args:
-        arrays: by name, or by position.
-        padding: how examples of different lengths are padded; None: they are refused.
-        before_padding: what `padding` needs first, for the message.
+    `before_padding` is what `padding` itself needs first, for the message.
     """
     converted = {name: _array_or_sequences(given, name) for name, given in arrays.items()}
     for name, array in converted.items():
@@ -205,11 +202,8 @@ def _lists_as_sequences(arrays: Mapping[str | int, Given], converted: dict[str |
 def _array_or_sequences(given: Given, name: str | int) -> Array:
     """One array, if NumPy can make one; else examples of different lengths."""
     refuse_masked(given, f"ArrayData: array {name!r}: ")
-    # Of these, NumPy would make an array of objects, or fail.
-    one_by_one = isinstance(given, tf.RaggedTensor)
-    if isinstance(given, np.ndarray) and given.dtype == object:
-        one_by_one = is_list_of_examples(given)
-    if not one_by_one:
+    # Of a ragged tensor, or an array of arrays, NumPy would make an array of objects, or fail.
+    if not (isinstance(given, tf.RaggedTensor | np.ndarray) and is_list_of_examples(given)):
         try:
             array = as_array(given)
         except ValueError:  # a list of lists of different lengths
@@ -230,13 +224,12 @@ def _array_or_sequences(given: Given, name: str | int) -> Array:
 
 def _check_one_mask(arrays: Mapping[str | int, Array], padding: Padding | None) -> None:
     """Refuses a single mask for several arrays, if an example has another length in one array than in the other."""
-    padded = {name: array for name, array in arrays.items() if isinstance(array, Sequences)}
-    first = next(iter(padded.values()), None)
-    if first is None or padding is None or padding.mask is not True:
+    if padding is None or padding.mask is not True:
         return
+    padded = {name: array for name, array in arrays.items() if isinstance(array, Sequences)}
+    names = list(padded)
     # With one mask for all, data of the longer array would be taken for padding.
-    if any(not np.array_equal(first.shapes, array.shapes) for array in padded.values()):
-        names = list(padded)
+    if any(not np.array_equal(padded[names[0]].shapes, array.shapes) for array in padded.values()):
         raise UsageError(
             f"ArrayData: the arrays {', '.join(map(repr, names))} have different lengths, so that one mask can't serve "
             f"all: say whose masks you want, as Padding(mask={names[-1]!r}) or Padding(mask={names!r})"

@@ -10,7 +10,7 @@ import numpy as np
 
 from callbacks.files import hidden_name, replacing
 from loop.data.data_files import cached
-from loop.data.example_parts import Example, Part, dicts_of
+from loop.data.example_parts import Example, Part, by_source, dicts_of
 from loop.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 class Table:
-    """An Arrow table, whose rows are dicts.
-
-    Args:
-        table: the table, or a record batch.
-    """
+    """An Arrow table or record batch, whose rows are dicts."""
 
     by_column = False
 
@@ -30,25 +26,25 @@ class Table:
         self._schema = table.schema
         self._batches = table.to_batches() if hasattr(table, "to_batches") else [table]
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
+        self._length = int(table.num_rows)
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return self._length
 
     def read(self, indices: np.ndarray) -> list[Example]:
         import pyarrow  # late, as below
 
         # From each batch by itself: of a whole table, Arrow would join all batches first, which takes as long as to
         # read all of it, and fails for texts of 2 GiB and more.
-        numbers = np.searchsorted(self._ends, indices, "right")
         taken = []
-        for number in np.unique(numbers).tolist():
-            first = self._ends[number] - self._batches[number].num_rows
-            taken.append(self._batches[number].take(pyarrow.array(indices[numbers == number] - first)))
+        asked: list[int] = []
+        for number, places, own_indices in by_source(self._ends, indices):
+            taken.append(self._batches[number].take(pyarrow.array(own_indices)))
+            asked += places.tolist()
         rows = pyarrow.Table.from_batches(taken, self._schema)
         columns = {name: _column(rows[name]) for name in rows.column_names}
         # They stand batch by batch: back to the order in which they were asked for.
         examples: list[Example] = [None] * len(indices)
-        asked = np.argsort(numbers, kind="stable").tolist()
         for place, example in zip(asked, dicts_of(columns, len(indices)), strict=True):
             examples[place] = example
         return examples
@@ -58,11 +54,7 @@ class ParquetRows(Table):
     """The rows of a Parquet file.
 
     Parquet is compressed in groups of rows, of which a whole one would be read for each row. So they are kept as an
-    Arrow file, which is mapped into memory.
-
-    Args:
-        path: of the Parquet file.
-        arrow_file: the Arrow file; None: it is found in the cache, or made.
+    Arrow file, which is mapped into memory. Without one, it is found in the cache, or made.
 
     Raises:
         UsageError: it is no Parquet file; or the cache can't be written.
@@ -89,10 +81,10 @@ def _column(column: pyarrow.ChunkedArray) -> Sequence[Part]:
     if types.is_dictionary(arrow_type):
         # Such as categories of pandas, of which `to_numpy` makes a null one of the others.
         return _column(column.cast(arrow_type.value_type))
-    if any(is_of_lists(arrow_type) for is_of_lists in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
+    if isinstance(arrow_type, pyarrow.ListType | pyarrow.LargeListType | pyarrow.FixedSizeListType):
         # `to_pylist` would make Python's numbers, which have lost their dtype.
         return list(map(_list_of, column))
-    if types.is_string(arrow_type) or types.is_large_string(arrow_type) or types.is_binary(arrow_type):
+    if arrow_type in (pyarrow.string(), pyarrow.large_string(), pyarrow.binary()):
         return column.to_pylist()
     if types.is_integer(arrow_type) and column.null_count:
         # NumPy makes floats of all, but an example must not depend on which others are read together with it.
@@ -144,8 +136,7 @@ def _write(parquet: pyarrow.parquet.ParquetFile, target: Path) -> None:
         schema = _without_categories(parquet.schema_arrow)
         with replacing(target, aside=hidden_name(target)) as file, pyarrow.ipc.new_file(file, schema) as writer:
             for batch in parquet.iter_batches():  # the file may be larger than memory
-                table = pyarrow.Table.from_batches([batch])
-                writer.write_table(table if table.schema.equals(schema) else table.cast(schema))
+                writer.write_table(pyarrow.Table.from_batches([batch]).cast(schema))
     except OSError as error:
         if error.errno is None:  # Arrow's own, of what it reads
             raise

@@ -18,11 +18,6 @@ from loop.errors import TrainingError
 class BatchFiller:
     """Reads examples into the rows of batches, for several threads at once.
 
-    Args:
-        data: the data.
-        layout: of a batch.
-        seed: of the run.
-
     Attributes:
         whole_batches: whether what is read is a batch as it stands, so that none has to be made before.
     """
@@ -37,12 +32,7 @@ class BatchFiller:
         self._processes = ReaderProcesses(pickled(data.reader, layout.specs), data.readers) if data.readers else None
 
     def fill(self, batches: PendingBatches, stretch: slice, thread: int) -> None:
-        """Reads a stretch of the rows of some batches.
-
-        Args:
-            batches: the batches.
-            stretch: which rows of them.
-            thread: the number of the thread that asks.
+        """Reads a stretch of the rows of some batches, in the thread of this number.
 
         Raises:
             BadExampleError: an example has other arrays than the first, if it isn't to be skipped.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import warnings
 
 import tensorflow as tf
 
+from loop.data.pipelines import parts_of
 from loop.errors import UsageError
 from loop.task import Batch
 
@@ -32,10 +34,7 @@ def check_unbatched(dataset: tf.data.Dataset, what: str, padded: bool) -> None:
     one of these ways: they come out of `window`; they are cut from single numbers (a text, character by character),
     without a remainder; or they are split into inputs and labels of another size.
 
-    Args:
-        dataset: the pipeline.
-        what: the method that returned it, for the error.
-        padded: whether its examples are said to differ in length.
+    `what` is the method that returned the pipeline; `padded` says whether its examples differ in length.
     """
     shapes = _shapes_of(dataset)
     batching = _last_batching(dataset)
@@ -56,17 +55,14 @@ def check_unbatched(dataset: tf.data.Dataset, what: str, padded: bool) -> None:
 def warn_of_equal_sizes(dataset: tf.data.Dataset, examples: Batch, what: str) -> None:
     """Warns if the examples of a generator look like batches. The pipeline doesn't show how a generator makes them.
 
-    Args:
-        dataset: the pipeline.
-        examples: the first few examples, stacked.
-        what: the method that returned the pipeline, for the warning.
+    `examples` are the first few, stacked; `what` is the method that returned the pipeline.
     """
     if not _made_by_generator(dataset):
         return
     shapes = _shapes_of(dataset)
     leaves = tf.nest.flatten(examples)
     # Such as inputs [?, 28, 28] and labels [?]: batches have several ranks, and one first axis in all examples.
-    unknown = all(shape.rank and shape[0] is None for shape in shapes)
+    unknown = _first_axes(shapes) == {(None,)}
     several = len({shape.rank for shape in shapes}) > 1
     sizes = {leaf.shape[1] for leaf in leaves if leaf.shape.rank > 1}
     if unknown and several and len(sizes) == 1 and sizes != {1} and leaves[0].shape[0] > 1:
@@ -87,13 +83,16 @@ def _shapes_of(dataset: tf.data.Dataset) -> list[tf.TensorShape]:
 
 def _share_first_axis(shapes: list[tf.TensorShape], size: int | None) -> bool:
     """Whether all tensors have the same first axis, and it may be that of a batch of this size."""
-    if not all(shape.rank for shape in shapes):
-        return False
-    first_axes = {shape[0] for shape in shapes}
-    if len(first_axes) != 1:
-        return False
+    first_axes = _first_axes(shapes)
+    if size is None:
+        return len(first_axes) == 1 and first_axes != {()}
     # An axis of unknown size may have any: a batch whose remainder isn't dropped has such a one.
-    return size is None or first_axes in ({None}, {size})
+    return first_axes in ({(None,)}, {(size,)})
+
+
+def _first_axes(shapes: list[tf.TensorShape]) -> set[tuple[int | None, ...]]:
+    """The sizes of the first axes, (size,) each; () for a scalar, which has none."""
+    return {tuple(shape.as_list()[:1]) for shape in shapes}
 
 
 def _shown(shapes: list[tf.TensorShape]) -> str:
@@ -118,7 +117,7 @@ def _last_batching(dataset: tf.data.Dataset) -> _Batching | None:
         inputs = inputs[1:]  # the first input chooses among the others
     # Any other part hands on what its inputs yield; of several inputs, all must be batched.
     of_inputs = list(map(_last_batching, inputs))
-    return of_inputs[0] if of_inputs and all(of_inputs) else None
+    return next(iter(of_inputs), None) if all(of_inputs) else None
 
 
 def _static_size(size: tf.Tensor | None) -> int | None:
@@ -129,7 +128,7 @@ def _static_size(size: tf.Tensor | None) -> int | None:
 
 def _comes_from_windows(dataset: tf.data.Dataset) -> bool:
     """Whether a part of the pipeline makes windows."""
-    return any(type(part).__name__ == "_WindowDataset" or _comes_from_windows(part) for part in dataset._inputs())
+    return any(type(part).__name__ == "_WindowDataset" for part in parts_of(dataset))
 
 
 def _batching_in_functions(dataset: tf.data.Dataset) -> _Batching | None:
@@ -149,8 +148,9 @@ def _batching_in_functions(dataset: tf.data.Dataset) -> _Batching | None:
 
 def _made_by_generator(dataset: tf.data.Dataset) -> bool:
     """Whether the examples come from a Python generator."""
-    for function in dataset._functions():
-        for operation in function.function.graph.get_operations():
-            if operation.type == "GeneratorDataset":
+    for part in parts_of(dataset):
+        for function in part._functions():
+            operations = function.function.graph.get_operations()
+            if "GeneratorDataset" in map(operator.attrgetter("type"), operations):
                 return True
-    return any(map(_made_by_generator, dataset._inputs()))
+    return False

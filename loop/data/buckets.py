@@ -13,16 +13,11 @@ class LengthBuckets:
     """Which examples are in global batch s of epoch e, so that the examples of a batch have similar lengths.
 
     Examples are sorted by length once. In each epoch, `size % batch_size` of them, spread evenly over all lengths, are
-    set aside for the short last batch. The others, still sorted, are cut into classes of whole batches. Each class is
-    permuted and cut into batches, and all batches are permuted. All of this is arithmetic on positions: any batch can
-    be computed by itself, and every example is in exactly one.
+    set aside for the short last batch. The others, still sorted, are cut into at most `buckets` classes of whole
+    batches. Each class is permuted and cut into batches, and all batches are permuted. All of this is arithmetic on
+    positions: any batch can be computed by itself, and every example is in exactly one.
 
     Without `shuffle`, the examples come sorted by length.
-
-    Args:
-        lengths: the length of each example; int64 [examples].
-        options: how examples are cut into batches.
-        buckets: the greatest number of classes.
     """
 
     def __init__(self, lengths: np.ndarray, options: BatchOptions, buckets: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -15,12 +16,7 @@ _axes_of = operator.attrgetter("ndim")
 
 
 def columns_of(examples: Sequence[Any], specs: Sequence[ArraySpec]) -> list[Sequence[Any]] | None:
-    """The values of each array, one for each example; None: the examples must be checked one by one.
-
-    Args:
-        examples: as they were read and mapped.
-        specs: what the arrays of an example are like.
-    """
+    """The values of each array in examples, one for each of these; None: they must be checked one by one."""
     # Sets of maps throughout: one pass in C over all examples takes less than a look at each in Python.
     names = [spec.name for spec in specs]
     kinds = list(set(map(type, examples)))
@@ -39,34 +35,25 @@ def columns_of(examples: Sequence[Any], specs: Sequence[ArraySpec]) -> list[Sequ
 
 
 def fill_column(column: Sequence[Any], out: np.ndarray) -> bool:
-    """Writes values of one shape and dtype into an array; False: one of them is unlike it.
-
-    Args:
-        column: the values.
-        out: contiguous, [values, ...].
-    """
+    """Writes values of one shape and dtype into a contiguous array [values, ...]; False: one of them is unlike it."""
     if out.ndim == 1:
         return _fill_numbers(column, out)
     count, size, *rest = out.shape
     if set(map(type, column)) != {np.ndarray}:
         return False
-    try:
-        # Behind each other along their first axis, which is where they lie in the batch.
-        same = set(map(len, column)) == {size}
-        if same:  # `casting` refuses another dtype, and the shape of `out` another shape
+    # `casting` refuses another dtype, and the shape of `out` another shape.
+    with contextlib.suppress(TypeError, ValueError):
+        if set(map(len, column)) == {size}:
+            # Behind each other along their first axis, which is where they lie in the batch.
             np.concatenate(column, out=out.reshape(count * size, *rest), casting="no")
-    except (TypeError, ValueError):
-        return False
-    return same
+            return True
+    return False
 
 
 def lengths_of(column: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
     """The lengths of arrays that differ in length, int64 [arrays]; None: one of them is unlike the others.
 
-    Args:
-        column: the arrays.
-        shape: the shape of an array, whose first axis may have any length.
-        dtype: the dtype of an array.
+    `shape` and `dtype` are those of an array; its first axis may have any length.
     """
     if set(map(type, column)) != {np.ndarray} or set(map(_dtype_of, column)) != {dtype}:
         return None
@@ -83,7 +70,7 @@ def _fill_numbers(column: Sequence[Any], out: np.ndarray) -> bool:
     if len(kinds) != 1 or not issubclass(kinds.pop(), int | float | np.number | np.bool_):
         return False
     numbers = np.array(column)
-    if numbers.dtype != out.dtype or numbers.shape != out.shape:
+    if (numbers.dtype, numbers.shape) != (out.dtype, out.shape):
         return False
     out[...] = numbers
     return True

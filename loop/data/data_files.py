@@ -14,11 +14,7 @@ class ChangedFileError(UsageError):
 
 
 class DataFile:
-    """A file that must stay as it is while a run reads it.
-
-    Args:
-        path: of the file.
-    """
+    """A file that must stay as it is while a run reads it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

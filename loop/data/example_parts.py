@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -21,17 +21,33 @@ PartPath: TypeAlias = tuple[str | int, ...]
 """Where a part is in an example: the keys of dicts, and the positions in tuples."""
 
 
-def flatten(example: Example, path: PartPath = ()) -> Iterator[tuple[PartPath, Part]]:
-    """The parts of an example that aren't dicts or tuples, each with its path; in the order of `tf.nest.flatten`."""
+def flatten(
+    example: Example, path: PartPath = (), sequences: tuple[type[Sequence[Part]], ...] = (tuple,)
+) -> Iterator[tuple[PartPath, Part]]:
+    """The parts of an example, each with its path, which begins with `path`; in the order of `tf.nest.flatten`.
+
+    `sequences` are the types, beside dicts, that have parts: a list within an example is an array.
+    """
     if isinstance(example, Mapping):
         # Sorted, since `tf.nest` orders dicts by key: names and tensors of one example must meet in the same order.
         for name in sorted_keys(example):
-            yield from flatten(example[name], (*path, name))
-    elif isinstance(example, tuple):
+            yield from flatten(example[name], (*path, name), sequences)
+    elif isinstance(example, sequences):
         for position, part in enumerate(example):
-            yield from flatten(part, (*path, position))
+            yield from flatten(part, (*path, position), sequences)
     else:
         yield path, example
+
+
+def name_of(path: PartPath) -> str | int:
+    """The name of the array at the end of a path.
+
+    It is the key in a dict, the position in a tuple, and 0 for a bare array. For an array further down it is the path
+    to it, such as `"0/tokens"`.
+    """
+    if len(path) == 1:
+        return path[0]
+    return "/".join(map(str, path)) or 0  # 0: a bare array has an empty path
 
 
 def sorted_keys(parts: Mapping[Name, Any]) -> list[Name]:
@@ -51,9 +67,7 @@ def sorted_keys(parts: Mapping[Name, Any]) -> list[Name]:
 def refuse_masked(array: Part, label: str) -> None:
     """Refuses a masked array that has masked values: what lies under the mask would be trained on.
 
-    Args:
-        array: the array.
-        label: how the message begins.
+    The message begins with `label`.
     """
     if np.ma.is_masked(array):
         raise UsageError(
@@ -62,13 +76,18 @@ def refuse_masked(array: Part, label: str) -> None:
         )
 
 
+def map_parts(change: Callable[[Part], Part], example: Example) -> Example:
+    """The dicts and tuples of an example, with each of its parts changed."""
+    if isinstance(example, Mapping):
+        return {name: map_parts(change, part) for name, part in example.items()}
+    if isinstance(example, tuple):
+        return tuple_of(type(example), [map_parts(change, part) for part in example])
+    return change(example)
+
+
 def structure_of(example: Example) -> Example:
     """The dicts and tuples of an example, with 0 in place of each of its parts."""
-    if isinstance(example, Mapping):
-        return {name: structure_of(part) for name, part in example.items()}
-    if isinstance(example, tuple):
-        return tuple_of(type(example), map(structure_of, example))
-    return 0
+    return map_parts(lambda part: 0, example)
 
 
 def tuple_of(kind: type[tuple[Part, ...]], parts: Iterable[Part]) -> tuple[Part, ...]:
@@ -79,11 +98,7 @@ def tuple_of(kind: type[tuple[Part, ...]], parts: Iterable[Part]) -> tuple[Part,
 
 def row_of(columns: Columns, row: int) -> Example:
     """One example of stacked arrays."""
-    if isinstance(columns, Mapping):
-        return {name: row_of(column, row) for name, column in columns.items()}
-    if isinstance(columns, tuple):
-        return tuple_of(type(columns), [row_of(column, row) for column in columns])
-    return columns[row]
+    return map_parts(lambda column: column[row], columns)
 
 
 def rows_of(columns: Columns, count: int) -> list[Example]:
@@ -105,12 +120,27 @@ def dicts_of(columns: Mapping[Name, Sequence[Part]], count: int) -> list[dict[Na
     return rows
 
 
+def by_source(ends: np.ndarray, indices: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Of several sources, those in which examples lie, if those of one are numbered after those of the one before it.
+
+    Args:
+        ends: the number behind the last example of each source: int64 [sources].
+        indices: the numbers of some examples: int64 [n].
+
+    Yields:
+        The number of a source; which of the examples it has; and their numbers in it: int64 both.
+    """
+    starts = np.append(0, ends)
+    # "right": the first number behind a source belongs to the next one.
+    sources = np.searchsorted(ends, indices, "right")
+    for number in np.unique(sources).tolist():
+        places = np.flatnonzero(sources == number)
+        yield number, places, indices[places] - starts[number]
+
+
 def count_of(batch: Columns) -> int:
     """The number of rows of a batch."""
-    # All parts have the same first axis, so any of them tells.
-    first = batch
-    while isinstance(first, Mapping | tuple):
-        first = next(iter(first.values() if isinstance(first, Mapping) else first))
+    _, first = next(flatten(batch))  # all parts have the same first axis, so any of them tells
     return len(first)
 
 

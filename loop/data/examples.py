@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 from loop.data.data_files import ChangedFileError
-from loop.data.example_parts import Example, Part, PartPath, flatten, refuse_masked, row_of
+from loop.data.example_parts import Example, Part, by_source, flatten, name_of, refuse_masked, row_of
 from loop.data.random_access import Reader
 from loop.errors import TrainingError, UsageError, named
 
@@ -24,7 +24,7 @@ class ArraySpec:
     """What an array of the examples is like.
 
     Attributes:
-        name: the name of the array; see `padding.leaf_names`.
+        name: the name of the array; see `name_of`.
         shape: the shape of the array in one example.
         dtype: the dtype of the array in a batch; `object` for text.
         padded: the number of axes, from the first on, that differ in size from example to example.
@@ -34,6 +34,10 @@ class ArraySpec:
     shape: tuple[int, ...]
     dtype: np.dtype
     padded: int = 0
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether an array of an example may have this shape."""
+        return len(shape) == len(self.shape) and shape[self.padded :] == self.shape[self.padded :]
 
     @property
     def label(self) -> str:
@@ -51,13 +55,7 @@ class BadExampleError(UsageError):
 
 
 class ExampleReader:
-    """Reads examples of one source by index.
-
-    Args:
-        reader: the reader of the source.
-        map: makes an example from what the source gives; a second argument named `seed` is int64 [2], see
-            `loop.example_seed`.
-    """
+    """Reads examples of one source by index, and makes others of them by `map`; see `IndexedData`."""
 
     def __init__(self, reader: Reader, map: Callable[..., Example] | None) -> None:
         self._reader = reader
@@ -87,9 +85,7 @@ class ExampleReader:
     def read(self, ids: np.ndarray, seeds: np.ndarray) -> list[Read]:
         """Reads examples; returns each one, or the error that reading it has raised.
 
-        Args:
-            ids: the numbers of the examples in the source: int64 [n].
-            seeds: the seeds of the examples: int64 [n, 2].
+        `ids` are their numbers in the source, int64 [n], and `seeds` their seeds, int64 [n, 2].
         """
         try:
             examples = self.unmapped(ids)
@@ -125,11 +121,7 @@ def _failure(error: Exception | SystemExit) -> Exception:
 
 
 class MixedReader:
-    """Reads examples of several sources. Those of one source are numbered after those of the source before it.
-
-    Args:
-        readers: the readers of the sources.
-    """
+    """Reads examples of several sources. Those of one source are numbered after those of the source before it."""
 
     by_column = False
 
@@ -143,13 +135,9 @@ class MixedReader:
     def read(self, ids: np.ndarray, seeds: np.ndarray) -> list[Read]:
         """See `ExampleReader.read`."""
         examples: list[Read] = [None] * len(ids)
-        # "right": the first number behind a source belongs to the next one.
-        sources = np.searchsorted(self._ends, ids, "right")
         # One call for each source: a source may read many examples faster at once.
-        for number in np.unique(sources):
-            rows = np.flatnonzero(sources == number)
-            first = self._ends[number - 1] if number else 0
-            from_source = self._readers[number].read(ids[rows] - first, seeds[rows])
+        for number, rows, own_ids in by_source(self._ends, ids):
+            from_source = self._readers[number].read(own_ids, seeds[rows])
             for row, example in zip(rows, from_source, strict=True):
                 examples[row] = example
         return examples
@@ -186,14 +174,7 @@ Arrays: TypeAlias = tuple[np.ndarray, ...] | list[Leaves]
 def arrays_of(
     reader: ExampleReader | MixedReader, specs: list[ArraySpec], ids: np.ndarray, seeds: np.ndarray
 ) -> Arrays:
-    """Reads and checks examples.
-
-    Args:
-        reader: the reader of the source.
-        specs: what the arrays of an example are like.
-        ids: the numbers of the examples in the source: int64 [n].
-        seeds: the seeds of the examples: int64 [n, 2].
-    """
+    """Reads and checks examples; see `ExampleReader.read`."""
     if isinstance(reader, ExampleReader) and reader.by_column:
         try:
             return tuple(reader.columns(ids))
@@ -245,13 +226,6 @@ def specs_of(example: Example, index: int) -> list[ArraySpec]:
             f"IndexedData: example {index} has no arrays: return an array, or a dict or tuple of them"
         )
     return specs
-
-
-def name_of(path: PartPath) -> str | int:
-    """The name of the array at the end of a path; see `padding.leaf_names`."""
-    if len(path) == 1:
-        return path[0]
-    return "/".join(map(str, path)) or 0  # 0: a bare array has an empty path
 
 
 def named_parts(example: Example) -> tuple[list[str | int], list[Part]]:
@@ -330,9 +304,7 @@ def _is_like(part: Part, spec: ArraySpec) -> bool:
     # Objects are texts, whose values have to be looked at one by one.
     if not isinstance(part, np.ndarray | np.generic) or isinstance(part, np.ma.MaskedArray):
         return False
-    if part.dtype != spec.dtype or part.dtype.hasobject:
-        return False
-    return part.ndim == len(spec.shape) and part.shape[spec.padded :] == spec.shape[spec.padded :]
+    return part.dtype == spec.dtype and not part.dtype.hasobject and spec.fits(part.shape)
 
 
 def leaves_of(example: Example, specs: list[ArraySpec], index: int) -> list[np.ndarray]:
@@ -365,7 +337,7 @@ def leaves_of(example: Example, specs: list[ArraySpec], index: int) -> list[np.n
                 f"example {index}: {spec.label}dtype {array.dtype} instead of {spec.dtype}, which the first example "
                 "has: convert it in map"
             )
-        if array.ndim != len(spec.shape) or array.shape[spec.padded :] != spec.shape[spec.padded :]:
+        if not spec.fits(array.shape):
             raise BadExampleError(
                 f"example {index}: {spec.label}shape {list(array.shape)} instead of {list(spec.shape)}, which the "
                 "first example has: make all of one shape in map, or give padding=loop.Padding() and lengths=..."

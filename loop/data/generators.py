@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from loop.data.pipelines import parts_of
 from loop.errors import UsageError
 
 
@@ -28,10 +29,9 @@ class OpenGenerator(NamedTuple):
 def open_generators(dataset: tf.data.Dataset) -> list[OpenGenerator]:
     """The iterators of Python from which the iterators of a pipeline read now."""
     opened: list[OpenGenerator] = []
-    for part in dataset._inputs():
-        opened += open_generators(part)
-    for function in dataset._functions():
-        opened += _of_part(getattr(function, "_func", None))
+    for part in parts_of(dataset):
+        for function in part._functions():
+            opened += _of_part(getattr(function, "_func", None))
     return opened
 
 
@@ -61,8 +61,7 @@ def _cells(function: object) -> dict[str, types.CellType]:
 def check_made_anew(generators: Sequence[OpenGenerator]) -> None:
     """Refuses a generator with which the next iteration of its pipeline would go on, instead of beginning again.
 
-    Args:
-        generators: those of an iteration that has ended.
+    `generators` are those of an iteration that has ended.
 
     Raises:
         UsageError: what that iteration has read is lost to the next one.

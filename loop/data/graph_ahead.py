@@ -40,13 +40,8 @@ class GraphReadAhead:
 
     An error of tf.data names no example. So after any error `ReadAhead` takes over, and finds the example.
 
-    Args:
-        data: the data, whose map is a `tf.function`.
-        layout: of a batch.
-        seed: of the run.
-        rows: the indices of a worker's rows of the global batch at a position: int64 [n].
-        steps_per_epoch: how many batches an epoch has.
-        depth: how many batches are read before they are asked for.
+    `rows` returns the indices of a worker's rows of the global batch at a position: int64 [n]; `depth` is the number of
+    batches that are read before they are asked for.
 
     Attributes:
         unlike: whether the source has given an example of another shape or dtype, which can't be stacked.

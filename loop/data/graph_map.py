@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 import tensorflow as tf
 
-from loop.data.example_parts import flatten, structure_of
+from loop.data.example_parts import Part, map_parts
 from loop.data.examples import as_array
 
 
@@ -21,13 +21,15 @@ def on_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     """A `tf.function` that is called with tensors: it is traced anew for each text or number of Python."""
 
     def call(example: Any, **seed: Any) -> Any:
-        # In a graph parts are tensors already; read one by one, they are what the source gives.
-        parts = []
-        for _, part in flatten(example):
-            parts.append(part if tf.is_tensor(part) else tf.convert_to_tensor(as_array(part)))
+        tensors = map_parts(_tensor, example)
         with tf.device("CPU:0"):
-            return function(tf.nest.pack_sequence_as(structure_of(example), parts), **seed)
+            return function(tensors, **seed)
 
     # Whether it takes a seed is read off its signature.
     call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     return call
+
+
+def _tensor(part: Part) -> tf.Tensor:
+    # In a graph parts are tensors already; read one by one, they are what the source gives.
+    return part if tf.is_tensor(part) else tf.convert_to_tensor(as_array(part))

@@ -16,7 +16,7 @@ from loop.data.buckets import LengthBuckets
 from loop.data.graph_ahead import GraphReadAhead
 from loop.data.indexed import IndexedData
 from loop.data.order import shuffled
-from loop.data.own_arrays import array_of_own
+from loop.data.own_arrays import array_of_own_of
 from loop.data.pending_batches import PendingBatches, Position
 from loop.data.read_ahead import ReadAhead
 from loop.data.row_shares import RowShares
@@ -37,14 +37,7 @@ _AT_ONCE_BYTES = 1 << 21
 
 
 class HostReader:
-    """Reads the batches of indexed data, each by its position, and those that follow ahead.
-
-    Args:
-        data: the data.
-        options: how it is cut into batches.
-        layout: of a batch.
-        steps_per_epoch: how many batches an epoch has.
-    """
+    """Reads the batches of indexed data, each by its position, and those that follow ahead."""
 
     def __init__(self, data: IndexedData, options: BatchOptions, layout: BatchLayout, steps_per_epoch: int) -> None:
         self._data = data
@@ -129,7 +122,8 @@ class HostReader:
     def empty_batch(self, index: np.ndarray) -> PendingBatches:
         """A batch of some examples, to be filled; as in epoch 0."""
         widths = self._widths([index], 0)
-        return PendingBatches(Position(0, 0), _copied(index), self._layout.new(len(index)), widths=widths)
+        own = array_of_own_of(index, index.dtype)
+        return PendingBatches(Position(0, 0), own, self._layout.new(len(index)), widths=widths)
 
     def _reader(self, shares: RowShares, parts: int) -> ReadAhead | GraphReadAhead:
         with self._opening:  # two operations of a graph may ask at once
@@ -171,15 +165,14 @@ class HostReader:
         wholes = self._global_batches(position, at_once)
         widths = self._widths(wholes, position.epoch)
         count = self._fitting(widths)
-        own = wholes[:count]
-        if shares.replicas > 1:
-            own = [_own(shares, parts, whole) for whole in own]
+        own = [_own(shares, parts, whole) for whole in wholes[:count]]
         starts = np.zeros([count + 1], np.int64)
         np.cumsum(list(map(len, own)), out=starts[1:])
 
         # What is read as whole batches brings its own arrays, but where there are no rows to read.
         leaves = [] if whole_batches and starts[-1] else self._layout.new(starts[-1])
-        return PendingBatches(position, _copied(np.concatenate(own)), leaves, starts, widths[:count])
+        index = np.concatenate(own)
+        return PendingBatches(position, array_of_own_of(index, index.dtype), leaves, starts, widths[:count])
 
     def _fitting(self, widths: np.ndarray) -> int:
         """How many of some batches aren't too large to be handed over at once; at least one."""
@@ -193,7 +186,7 @@ class HostReader:
     def _rows(self, shares: RowShares, parts: int, position: Position) -> np.ndarray:
         """The indices of a worker's rows of a global batch: int64 [n]."""
         [whole] = self._global_batches(position, 1)
-        return whole if shares.replicas == 1 else _own(shares, parts, whole)
+        return _own(shares, parts, whole)
 
     def _global_batches(self, position: Position, at_once: int) -> list[np.ndarray]:
         """The indices of the examples of global batches from a position on: int64 [n] each; at least of one."""
@@ -263,8 +256,7 @@ class HostReader:
 def _warn_of_python(unlike: bool) -> None:
     """Warns that a map that is a `tf.function` isn't run by tf.data any more.
 
-    Args:
-        unlike: whether the reason is that the source gives examples of different shapes.
+    `unlike` says whether the reason is that the source gives examples of different shapes.
     """
     reason = "the source's examples differ in shape or dtype" if unlike else "an example can't be read in a graph"
     warnings.warn(
@@ -276,14 +268,7 @@ def _warn_of_python(unlike: bool) -> None:
 
 def _own(shares: RowShares, parts: int, whole: np.ndarray) -> np.ndarray:
     """A worker's rows of a global batch that is cut into micro-batches."""
-    return whole[shares.on_host(len(whole), parts)]
-
-
-def _copied(index: np.ndarray) -> np.ndarray:
-    """The indices of a batch, as an array that no operation of the graph writes to."""
-    copy = array_of_own([len(index)], index.dtype)
-    copy[...] = index
-    return copy
+    return whole if shares.replicas == 1 else whole[shares.on_host(len(whole), parts)]
 
 
 def _graph_threads() -> int:

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from callbacks.arguments import is_number
-from loop.data.example_parts import Example, flatten
-from loop.data.examples import ArraySpec, ExampleReader, MixedReader, array_of, example_seeds, name_of, names_of
+from callbacks.arguments import is_number, is_whole
+from loop.data.example_parts import Example, flatten, name_of
+from loop.data.examples import ArraySpec, ExampleReader, MixedReader, array_of, example_seeds, names_of
 from loop.data.graph_map import is_graph, on_tensors
 from loop.data.joined import known_lengths
 from loop.data.padding import FillValues, Padding, as_padding
@@ -76,7 +76,7 @@ class IndexedData:
         self.padding = as_padding(padding)
         reader = reader_of(source)
         if map is None and lengths is None:
-            lengths = known_lengths(reader)
+            lengths = dict(known_lengths(reader)) or None
         _check_lengths(self.padding, has_lengths=lengths is not None)
         self.maps_in_graph = is_graph(map)
         called_map = on_tensors(map) if is_graph(map) else map
@@ -95,7 +95,7 @@ class IndexedData:
         self._lengths = lengths
 
         # Of parts and mixtures, which replace them: a part has its examples under other numbers than its source.
-        self._resolve: Resolve | None = None
+        self._resolve: Resolve = _same
         self._lengths_of: Callable[[np.ndarray, str | int], np.ndarray] | None = None
 
     @property
@@ -106,19 +106,20 @@ class IndexedData:
 
     def resolve(self, indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
         """The numbers in the source of the examples of these indices: int64 [n]."""
-        return indices if self._resolve is None else self._resolve(indices, epoch, seed)
+        return self._resolve(indices, epoch, seed)
 
     def take(self, count: int) -> IndexedData:
         """The first `count` examples; of a mixture those of each epoch, which may be any of its sources' in time.
 
         What an evaluation is to have alone is split off the sources before they are mixed.
         """
-        return self._range(0, min(_whole(count, "take"), self.size))
+        return self._narrowed(lambda indices: indices, min(_whole(count, "take"), self.size))
 
     def skip(self, count: int) -> IndexedData:
         """All but the first `count` examples."""
         self._check_indices("skip")
-        return self._range(min(_whole(count, "skip"), self.size), self.size)
+        start = min(_whole(count, "skip"), self.size)
+        return self._narrowed(lambda indices: indices + start, self.size - start)
 
     def head(self, count: int) -> IndexedData:
         """The first examples, the same ones in each epoch; those of a mixture are others in the next one."""
@@ -136,12 +137,13 @@ class IndexedData:
             kept = np.fromiter(map(bool, map(keep, range(self.size))), bool, self.size)
         else:
             kept = np.asarray(keep)
-        if kept.dtype != bool or kept.shape != (self.size,):
+        if (kept.dtype, kept.shape) != (np.dtype(bool), (self.size,)):
             raise UsageError(
                 f"IndexedData.filter: {kept.dtype}{list(kept.shape)} instead of bool[{self.size}]: give a function of "
                 "the index, or one bool for each example"
             )
-        return self._of_indices(np.flatnonzero(kept).astype(np.int64))
+        chosen = np.flatnonzero(kept).astype(np.int64)
+        return self._narrowed(lambda indices: chosen[indices], len(chosen))
 
     def split(self, share: float, key: Callable[[int], object] | None = None) -> tuple[IndexedData, IndexedData]:
         """Splits the examples by a hash into two parts, such as for training and for evaluation.
@@ -203,7 +205,7 @@ class IndexedData:
         if callable(given):
             return _not_negative(_measured(given, ids), ids)
         counts = np.asarray(given)
-        if counts.ndim != 1 or len(counts) != len(self.reader) or counts.dtype.kind not in "iu":
+        if counts.shape != (len(self.reader),) or counts.dtype.kind not in "iu":
             raise UsageError(
                 f"IndexedData(lengths=...): {counts.dtype}{list(counts.shape)} instead of an integer for each of "
                 f"{len(self.reader)} examples"
@@ -213,9 +215,7 @@ class IndexedData:
     def padded_names(self, specs: Sequence[ArraySpec], first: int) -> list[str | int]:
         """The names of the arrays that are padded: those with lengths by name, or whose first axis has the length.
 
-        Args:
-            specs: what the arrays of the first example are like.
-            first: the number of that example in the source.
+        `specs` are those of the arrays of the first example, `first` is its number in the source.
 
         Raises:
             UsageError: `lengths` says of no array how long it is.
@@ -263,12 +263,6 @@ class IndexedData:
                 f"of the sources with {what}, and mix these"
             )
 
-    def _range(self, start: int, stop: int) -> IndexedData:
-        return self._narrowed(lambda indices: indices + start, stop - start)
-
-    def _of_indices(self, kept: np.ndarray) -> IndexedData:
-        return self._narrowed(lambda indices: kept[indices], len(kept))
-
     def _narrowed(self, select: Callable[[np.ndarray], np.ndarray], size: int) -> IndexedData:
         """The same data with fewer examples; `select` makes indices of this data from those of the result."""
 
@@ -285,19 +279,25 @@ class IndexedData:
         return changed
 
 
+def _same(indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
+    return indices
+
+
 def _check_lengths(padding: Padding | None, has_lengths: bool) -> None:
     """Refuses padding without lengths, lengths without padding, and buckets by a function of an example."""
-    if padding is not None and not has_lengths:
+    if padding is None:
+        if has_lengths:
+            raise UsageError(
+                "IndexedData: examples that differ in length (lengths=..., loop.sequences) without padding: give "
+                "padding=loop.Padding()"
+            )
+        return
+    if not has_lengths:
         raise UsageError(
             "IndexedData: padding and lengths belong together: give lengths=..., the length of each example, so "
             "that each worker knows how long a global batch is padded without reading all of it"
         )
-    if padding is None and has_lengths:
-        raise UsageError(
-            "IndexedData: examples that differ in length (lengths=..., loop.sequences) without padding: give "
-            "padding=loop.Padding()"
-        )
-    if padding is not None and callable(padding.bucket_by):
+    if callable(padding.bucket_by):
         raise UsageError(
             "IndexedData(padding=loop.Padding(bucket_by=FUNCTION)): no example is read to find its bucket: give "
             "bucket_by=True, which sorts by lengths=..."
@@ -334,14 +334,14 @@ def _checked_readers(readers: int | str) -> int:
     """The number of reading processes, from the argument `readers`."""
     if readers == "auto":
         return usable_cpus()
-    if not isinstance(readers, int) or isinstance(readers, bool) or readers < 0:  # for Python, True is an int
+    if not is_whole(readers, 0):
         raise UsageError(f"IndexedData(readers={readers!r}): give a number of processes, 0 for threads, or 'auto'")
-    return readers
+    return int(readers)
 
 
 def _whole(count: int, what: str) -> int:
     """A number of examples, checked; `what` is the method that got it."""
-    if not isinstance(count, int | np.integer) or isinstance(count, bool) or count < 0:
+    if not is_whole(count, 0):
         raise UsageError(f"IndexedData.{what}({count!r}): give a number of examples")
     return int(count)
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from loop.data.example_parts import PartPath
-from loop.data.examples import name_of
+from loop.data.example_parts import PartPath, name_of
 from loop.data.random_access import ArrayRows, Reader, Structure, reader_of
 from loop.errors import UsageError
 
@@ -76,9 +75,7 @@ class Sequences:
 class JoinedSequences:
     """Sequences in one array, one behind the other; made by `loop.sequences`.
 
-    Args:
-        values: the elements of all sequences.
-        lengths: the length of each sequence: int64 [examples].
+    `values` has the elements of all sequences; `lengths` is the length of each: int64 [examples].
     """
 
     by_column = True
@@ -136,17 +133,10 @@ def sequences(values: np.ndarray | str | os.PathLike[str], lengths: Sequence[int
     return JoinedSequences(reader, counts.astype(np.int64))
 
 
-def known_lengths(reader: Reader) -> np.ndarray | dict[str | int, np.ndarray] | None:
-    """The lengths of examples that a source knows: of the only array, or by names; None: it knows none."""
-    if isinstance(reader, JoinedSequences):
-        return reader.lengths
-    return dict(_named_lengths(reader, ())) or None
-
-
-def _named_lengths(reader: Reader, path: PartPath) -> Iterator[tuple[str | int, np.ndarray]]:
+def known_lengths(reader: Reader, path: PartPath = ()) -> Iterator[tuple[str | int, np.ndarray]]:
     """The names of the arrays that are sequences, with their lengths; `path` is where the reader's part is."""
     if isinstance(reader, JoinedSequences):
         yield name_of(path), reader.lengths
     elif isinstance(reader, Structure):
         for name, part in reader.readers.items():
-            yield from _named_lengths(part, (*path, name))
+            yield from known_lengths(part, (*path, name))

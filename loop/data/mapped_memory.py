@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 import weakref
@@ -34,12 +35,7 @@ class MappedMemory:
             self._maps.add(mapped)
 
     def release(self, places: int, size: int) -> None:
-        """Gives all pages back if there are many, after some places of a map were read.
-
-        Args:
-            places: how many.
-            size: how many bytes they have together.
-        """
+        """Gives all pages back if there are many, after some places of a map were read, of `size` bytes together."""
         with self._lock:
             self._read += size + _AROUND * places
             if self._bytes() - self._before >= LARGE:
@@ -51,11 +47,9 @@ class MappedMemory:
 
     def _bytes(self) -> int:
         """The memory that pages of files take in this process."""
-        try:
-            with open("/proc/self/statm", "rb") as file:
-                return int(file.read().split()[2]) * mmap.PAGESIZE  # the third field: resident pages of files
-        except OSError:  # not Linux
-            return self._read
+        with contextlib.suppress(OSError), open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[2]) * mmap.PAGESIZE  # the third field: resident pages of files
+        return self._read  # not Linux
 
 
 MAPPED_MEMORY = MappedMemory()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.data.batch import EVALUATION_EPOCH
+from loop.data.example_parts import by_source
 from loop.data.examples import MixedReader
 from loop.data.indexed import IndexedData
 from loop.data.order import shuffled
@@ -68,13 +70,11 @@ def _checked(parts: Sequence[IndexedData], shares: Sequence[float]) -> np.ndarra
         raise UsageError("loop.mix: give at least two sources, as in loop.mix({IndexedData(...): 0.7, ...})")
     if any(part.padding != parts[0].padding for part in parts):
         raise UsageError("loop.mix: the sources have different padding=...: give all the same")
-    try:
+    with contextlib.suppress(TypeError, ValueError):
         weights = np.array(shares, np.float64)
-    except (TypeError, ValueError):
-        weights = np.array([np.nan])
-    if not (np.isfinite(weights).all() and (weights > 0).all()):
-        raise UsageError(f"loop.mix: shares of {list(shares)}: give positive numbers")
-    return weights
+        if np.all((weights > 0) & np.isfinite(weights)):
+            return weights
+    raise UsageError(f"loop.mix: shares of {list(shares)}: give positive numbers")
 
 
 class _Pattern(NamedTuple):
@@ -118,12 +118,7 @@ def _pattern(sizes: Sequence[int], shares: np.ndarray) -> _Pattern:
 
 
 class _Mixture:
-    """Which example of which source each example of a mixture is.
-
-    Args:
-        parts: the sources.
-        pattern: their order.
-    """
+    """Which example of which source each example of a mixture is."""
 
     def __init__(self, parts: Sequence[IndexedData], pattern: _Pattern) -> None:
         self._parts = parts
@@ -140,8 +135,6 @@ class _Mixture:
         ids = np.empty_like(indices)
         for number, part in enumerate(self._parts):
             rows = np.flatnonzero(pattern.sources[positions] == number)
-            if not len(rows):
-                continue
             # A source counts its own epochs: it goes on where it stopped in the epoch of the mixture before.
             count = int(pattern.counts[number])
             used = (epochs_before * pattern.blocks + blocks[rows]) * count + pattern.ranks[positions[rows]]
@@ -157,8 +150,6 @@ class _Mixture:
     def lengths(self, ids: np.ndarray, name: str | int) -> np.ndarray:
         """See `IndexedData.lengths`."""
         lengths = np.empty_like(ids)
-        sources = np.searchsorted(self._ends, ids, "right")  # the first number behind a source belongs to the next one
-        for number, part in enumerate(self._parts):
-            rows = np.flatnonzero(sources == number)
-            lengths[rows] = part.lengths(ids[rows] - self._firsts[number], name)
+        for number, rows, own_ids in by_source(self._ends, ids):
+            lengths[rows] = self._parts[number].lengths(own_ids, name)
         return lengths

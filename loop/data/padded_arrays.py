@@ -12,7 +12,7 @@ from loop.data.arrays import ArrayData, Structure
 from loop.data.batch import BatchOptions, ReadBatch
 from loop.data.buckets import LengthBuckets
 from loop.data.joined import Sequences
-from loop.data.padding import Padding, Scalar, along_axis, call_with, in_order, leaf_names, lengthened
+from loop.data.padding import Padding, Scalar, along_axes, by_axis, call_with, in_order, inside, leaf_names, lengthened
 from loop.errors import UsageError
 from loop.task import Batch
 
@@ -124,9 +124,7 @@ class PaddedArraySource(ArraySource):
     def _examples(self, index: tf.Tensor, whole: tf.Tensor) -> Batch:
         """Some examples of a global batch, padded to the longest example of that batch.
 
-        Args:
-            index: the indices of the examples, int64 [n].
-            whole: the indices of all examples of the global batch, int64 [batch size].
+        `index` and `whole` are the indices of these examples, int64 [n], and of the whole batch, int64 [batch size].
         """
         tensors: list[tf.Tensor] = []
         masks: dict[str | int, tf.Tensor] = {}
@@ -149,60 +147,34 @@ class PaddedArraySource(ArraySource):
         shapes = tf.gather(array.shapes, index)
         # The index of each piece: first among those of its example, then among all.
         counts = array.counts(shapes)
-        along_axes = _along_axes(array.counts(lengths), array.axes)
+        along = along_axes(array.counts(lengths), array.axes)
         piece = tf.zeros([], tf.int64)
-        for size, along in zip(_by_axis(counts), along_axes, strict=True):
+        for size, positions in zip(by_axis(counts), along, strict=True):
             # Row-major, as `Sequences` lays the rows of an example out.
-            piece = piece * size + along
+            piece = piece * size + positions
         piece += tf.reshape(tf.gather(array.firsts, index), [-1] + [1] * array.axes)
         filling = tf.shape(array.pieces, tf.int64)[0] - 1  # the last piece is the one that fills gaps
-        pieces = tf.gather(array.pieces, tf.where(_inside(counts, along_axes), piece, filling))
+        pieces = tf.gather(array.pieces, tf.where(inside(counts, along), piece, filling))
 
         # The pieces of the last axis become one, which ends where the longest example does.
         before = tf.shape(pieces, tf.int64)[: array.axes]
-        width = tf.size(along_axes[-1], tf.int64) * array.positions
+        width = tf.size(along[-1], tf.int64) * array.positions
         joined = tf.reshape(pieces, tf.concat([before, [width], array.pieces.shape[2:]], 0))
         cut = joined[(*[slice(None)] * array.axes, slice(lengths[-1]))]
-        return cut, _inside(shapes, _along_axes(lengths, array.axes))
-
-
-def _along_axes(lengths: tf.Tensor, axes: int) -> list[tf.Tensor]:
-    """For each padded axis, the positions along it: int64 [1.., length, 1..]."""
-    return [tf.reshape(tf.range(lengths[axis]), along_axis(axis, axes)) for axis in range(axes)]
-
-
-def _by_axis(shapes: tf.Tensor) -> list[tf.Tensor]:
-    """The sizes of examples, int64 [n, axes]: for each axis, int64 [n, 1, ..]."""
-    axes = shapes.shape[1]
-    return [tf.reshape(shapes[:, axis], [-1] + [1] * axes) for axis in range(axes)]
-
-
-def _inside(shapes: tf.Tensor, along_axes: list[tf.Tensor]) -> tf.Tensor:
-    """Where examples of these shapes, int64 [n, axes], have data: bool [n, lengths...]."""
-    inside = tf.constant(True)
-    for size, along in zip(_by_axis(shapes), along_axes, strict=True):
-        inside &= along < size
-    return inside
+        return cut, inside(shapes, along_axes(lengths, array.axes))
 
 
 def _positions(array: Sequences) -> int:
     """How many positions a piece has: a power of 2; 1 for text."""
     if array.dtype.kind in "SUO" or not len(array.rows):
         return 1
-    lines = array.shapes[:, :-1].prod(1).sum()
-    positions = 1
-    while positions * 2 * _PIECES * lines <= len(array.rows):
-        positions *= 2
-    return positions
+    lines = int(array.shapes[:, :-1].prod(1).sum())
+    most = max(1, len(array.rows) // (_PIECES * lines))
+    return 1 << (most.bit_length() - 1)  # the greatest power of 2 up to it
 
 
 def _in_pieces(array: Sequences, positions: int, value: Scalar) -> tuple[np.ndarray, np.ndarray]:
-    """Examples cut into pieces of equal size along the last axis that differs.
-
-    Args:
-        array: the examples.
-        positions: the positions of a piece.
-        value: what fills the gaps.
+    """Examples cut into pieces of so many positions along the last axis that differs; `value` fills the gaps.
 
     Returns:
         The pieces of all examples, and after them one that fills gaps, [pieces + 1, positions, ...]; and the index of

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
-from loop.data.padding import Padding, Scalar, Structure, along_axis, call_with, in_order, leaf_names
+from loop.data.padding import Padding, Scalar, Structure, along_axes, call_with, in_order, inside, leaf_names
 from loop.errors import UsageError
 from loop.task import Batch
 
@@ -17,12 +18,9 @@ Measured: TypeAlias = tuple[Structure, tuple[tf.Tensor, ...], tf.Tensor]
 
 
 class PaddedBatches:
-    """Cuts a `tf.data.Dataset` of examples into padded batches.
+    """Cuts a `tf.data.Dataset` of examples, all of dense tensors of known rank, into padded batches.
 
-    Args:
-        dataset: the examples, all of dense tensors of known rank.
-        padding: how they are padded.
-        seed: the seed of the order in which batches of similar lengths come.
+    `seed` is that of the order in which batches of similar lengths come.
 
     Raises:
         UsageError: all shapes are known, so that nothing can be padded.
@@ -105,10 +103,7 @@ class PaddedBatches:
     def _order(self, lengths: tf.Tensor, size: int, number: tf.Tensor) -> tf.Tensor:
         """The order in which the examples of a window make batches of similar lengths: int64 [examples].
 
-        Args:
-            lengths: the length of each example, int64 [examples].
-            size: the number of examples in a batch.
-            number: the number of the window, int64 [].
+        `lengths` has the length of each example, int64 [examples]; `size` is that of a batch.
         """
         # A short batch comes last, and has the last examples of the window, whatever their lengths: so none are left
         # out by `drop_remainder` more often than others.
@@ -134,7 +129,7 @@ class PaddedBatches:
                 for axis in range(axes):
                     leaf = _of_size(leaf, axis + 1, padded[axis], value)
                 if name in self._masked:
-                    masks[name] = _mask(sizes, padded, axes)
+                    masks[name] = inside(sizes, along_axes(padded, axes))
             tensors.append(leaf)
         batch = tf.nest.pack_sequence_as(self._spec, tensors)
         return self._padding.with_masks(batch, in_order(masks, self._masked))
@@ -151,14 +146,13 @@ def open_axes(spec: tf.TensorSpec) -> int:
 
 def _length(given: object) -> tf.Tensor:
     """The length that a function of the user has returned for an example: int64 []."""
-    try:
+    shown = repr(given)
+    with contextlib.suppress(TypeError, ValueError):  # no tensor can be made of it
         length = tf.convert_to_tensor(given)
-    except (TypeError, ValueError):
-        length = None
-    if length is None or not length.dtype.is_integer or length.shape.num_elements() not in (None, 1):
-        shown = repr(given) if length is None else f"{length.dtype.name}{length.shape}"
-        raise UsageError(f"Padding(bucket_by=...) gave {shown:.80}: return the length of an example as an integer")
-    return tf.reshape(tf.cast(length, tf.int64), [])
+        shown = f"{length.dtype.name}{length.shape}"
+        if length.dtype.is_integer and length.shape.num_elements() in (None, 1):
+            return tf.reshape(tf.cast(length, tf.int64), [])
+    raise UsageError(f"Padding(bucket_by=...) gave {shown:.80}: return the length of an example as an integer")
 
 
 def _same_lengths(one: tf.Tensor, other: tf.Tensor) -> tf.Operation:
@@ -177,13 +171,3 @@ def _of_size(tensor: tf.Tensor, axis: int, size: tf.Tensor, value: Scalar) -> tf
     gap = tf.concat([shape[:axis], [size - shape[axis]], shape[axis + 1 :]], 0)
     tensor = tf.concat([tensor, tf.fill(gap, tf.constant(value, tensor.dtype))], axis)
     return tf.ensure_shape(tensor, [*static[:axis], None, *static[axis + 1 :]])
-
-
-def _mask(lengths: tf.Tensor, padded: tf.Tensor, axes: int) -> tf.Tensor:
-    """Where there is data: bool [examples, padded...]."""
-    # True where the position along every axis is below the example's own size there.
-    mask = tf.constant(True)
-    for axis in range(axes):
-        along = tf.reshape(tf.range(padded[axis]), along_axis(axis, axes))
-        mask &= along < tf.reshape(lengths[:, axis], [-1] + [1] * axes)
-    return mask

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from callbacks.nearest import nearest
-from loop.data.example_parts import sorted_keys
+from loop.data.example_parts import flatten, name_of, sorted_keys
 from loop.errors import UsageError
 from loop.task import Batch
 
@@ -60,7 +60,7 @@ class Padding:
     def __post_init__(self) -> None:
         for name in ("multiple", "buckets"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:  # for Python, True is an int
+            if type(value) is not int or value < 1:
                 raise UsageError(f"Padding({name}={value!r}): give an integer of at least 1")
         if not isinstance(self.bucket_by, bool) and not callable(self.bucket_by):
             raise UsageError(
@@ -74,8 +74,7 @@ class Padding:
     def check_values(self, names: Sequence[str | int]) -> None:
         """Refuses values for arrays that there aren't, whose gaps would be filled with the usual ones.
 
-        Args:
-            names: of all arrays of an example; see `leaf_names`.
+        `names` are those of all arrays of an example; see `leaf_names`.
         """
         if not isinstance(self.values, Mapping | tuple | list):
             return
@@ -97,22 +96,21 @@ class Padding:
             given = dict(zip(leaf_names(given), tf.nest.flatten(given), strict=True)).get(name)
         if given is None:
             return "" if is_text else np.zeros([], dtype)[()]
-        fits = is_text == isinstance(given, str | bytes) and np.ndim(given) == 0
-        if fits and is_text:
-            return given
-        with np.errstate(invalid="ignore", over="ignore"):  # the error below names the value
-            value = np.asarray(given).astype(dtype) if fits else None
-        # Also refused if an integer type changes it, such as 0.5 or 300 in 8 bits; floats may round.
-        if value is None or (dtype.kind in "iub" and value != given):
-            kind = "text" if is_text else f"value of dtype {dtype}"
-            raise UsageError(f"Padding(values={self.values!r}): {given!r} is no {kind}, of array {name!r}: give one")
-        return value[()]
+        if is_text == isinstance(given, str | bytes) and np.ndim(given) == 0:
+            if is_text:
+                return given
+            with np.errstate(invalid="ignore", over="ignore"):  # the error below names the value
+                value = np.asarray(given).astype(dtype)
+            # Also refused if an integer type changes it, such as 0.5 or 300 in 8 bits; floats may round.
+            if dtype.kind not in "iub" or value == given:
+                return value[()]
+        kind = "text" if is_text else f"value of dtype {dtype}"
+        raise UsageError(f"Padding(values={self.values!r}): {given!r} is no {kind}, of array {name!r}: give one")
 
     def length(self, lengths: tf.Tensor) -> tf.Tensor:
         """The padded lengths of a batch: at least one, so that no layer meets an empty axis; int64 [axes].
 
-        Args:
-            lengths: the lengths of each example of the batch, int64 [examples, axes].
+        `lengths` are those of each example of the batch, int64 [examples, axes].
         """
         return self.rounded(tf.maximum(tf.reduce_max(lengths, 0), 1))
 
@@ -123,10 +121,7 @@ class Padding:
         return (length + self.multiple - 1) // self.multiple * self.multiple
 
     def masked(self, names: Sequence[str | int]) -> list[str | int]:
-        """The names of the arrays that have a mask.
-
-        Args:
-            names: the arrays whose examples differ in length.
+        """The names of the arrays that have a mask, out of those whose examples differ in length.
 
         Raises:
             UsageError: a mask of an array that isn't padded.
@@ -148,9 +143,8 @@ class Padding:
             named = {}
             for name, mask in masks.items():
                 named["mask" if self.mask is True else f"{name}_mask"] = mask
-            for name in sorted(named):
-                if name in batch:
-                    raise UsageError(f"Padding(mask=...) adds {name!r}, but the examples have a {name!r}: rename it")
+            for name in sorted(named.keys() & batch.keys()):
+                raise UsageError(f"Padding(mask=...) adds {name!r}, but the examples have a {name!r}: rename it")
             with_masks = {**batch, **named}
             sorted_keys(with_masks)  # refuses names of masks and keys of the batch that can't be sorted together
             return with_masks
@@ -172,11 +166,28 @@ def as_padding(padding: Padding | FillValues) -> Padding | None:
     return Padding(padding)
 
 
-def along_axis(axis: int, axes: int) -> list[int]:
-    """The shape [1, 1.., -1, 1..] in which numbers vary along one of the padded axes of a batch alone."""
-    shape = [1] * (1 + axes)
-    shape[1 + axis] = -1
-    return shape
+def along_axes(lengths: tf.Tensor, axes: int) -> list[tf.Tensor]:
+    """For each padded axis of a batch, the positions along it: int64 [1, 1.., length, 1..]."""
+    positions = []
+    for axis in range(axes):
+        shape = [1] * (1 + axes)
+        shape[1 + axis] = -1
+        positions.append(tf.reshape(tf.range(lengths[axis]), shape))
+    return positions
+
+
+def by_axis(shapes: tf.Tensor) -> list[tf.Tensor]:
+    """The sizes of examples, int64 [n, axes]: for each axis, int64 [n, 1, ..]."""
+    axes = shapes.shape[1]
+    return [tf.reshape(shapes[:, axis], [-1] + [1] * axes) for axis in range(axes)]
+
+
+def inside(shapes: tf.Tensor, along: list[tf.Tensor]) -> tf.Tensor:
+    """Where examples of these shapes, int64 [n, axes], have data in a batch padded to `along`: bool [n, lengths...]."""
+    where = tf.constant(True)
+    for size, positions in zip(by_axis(shapes), along, strict=True):
+        where &= positions < size
+    return where
 
 
 def call_with(function: Callable[..., T], example: Structure) -> T:
@@ -185,30 +196,8 @@ def call_with(function: Callable[..., T], example: Structure) -> T:
 
 
 def leaf_names(structure: Structure) -> list[str | int]:
-    """The names of the arrays of an example, in the order of `tf.nest.flatten`.
-
-    The name is the key in a dict, the position in a tuple, and 0 for a bare array. For an array further down it is the
-    path to it, such as `"0/tokens"`.
-    """
-    return list(map(_leaf_name, _paths(structure, ())))
-
-
-def _leaf_name(path: tuple[str | int, ...]) -> str | int:
-    if len(path) == 1:
-        return path[0]
-    return "/".join(map(str, path)) or 0  # 0: a bare array has an empty path
-
-
-def _paths(structure: Structure, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
-    """The paths to the arrays of a structure, which itself is at `path`."""
-    if isinstance(structure, Mapping):
-        for key in sorted_keys(structure):  # as `tf.nest.flatten` does
-            yield from _paths(structure[key], (*path, key))
-    elif isinstance(structure, tuple | list):
-        for position, part in enumerate(structure):
-            yield from _paths(part, (*path, position))
-    else:
-        yield path
+    """The names of the arrays of a structure, in the order of `tf.nest.flatten`; see `name_of`."""
+    return [name_of(path) for path, _ in flatten(structure, (), (tuple, list))]
 
 
 def lengthened(batch: Batch, specs: Structure) -> Batch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -12,7 +11,7 @@ from loop.data.arrays import Array, ArrayData
 from loop.data.batched import check_unbatched
 from loop.data.indexed import IndexedData
 from loop.data.padded_streams import open_axes
-from loop.data.pipelines import check_spec, stacking_problem
+from loop.data.pipelines import check_spec, map_examples, stacking_problem
 from loop.data.sequence_arrays import as_sequences
 from loop.data.streams import StreamData
 from loop.errors import UsageError
@@ -36,12 +35,7 @@ def in_float64(data: Dataset) -> Dataset:
         return data.replaced(in_float64(data.dataset))
     if not isinstance(data, tf.data.Dataset):
         return data
-    is_tuple = type(data.element_spec) is tuple  # of a plain tuple, tf.data hands the parts over
-
-    def widened(*example: Any) -> Any:
-        return tf.nest.map_structure(_wide, example if is_tuple else example[0])
-
-    return data.map(widened)
+    return map_examples(data, lambda example: tf.nest.map_structure(_wide, example))
 
 
 def _wide(tensor: tf.Tensor) -> tf.Tensor:

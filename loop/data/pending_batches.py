@@ -90,14 +90,12 @@ class PendingBatches:
     def cut(self, parts: int) -> list[slice]:
         """The stretches of rows that are filled by themselves, at most `parts` of them."""
         rows = len(self.index)
-        stretches = []
-        for part in range(parts):
-            stretch = slice(rows * part // parts, rows * (part + 1) // parts)
-            if stretch.start < stretch.stop:
-                stretches.append(stretch)
-        self._left = len(stretches)
-        if not stretches:  # no thread will say that it has filled the last one
+        self._left = min(parts, rows)  # none is empty
+        if not rows:  # no thread will say that it has filled the last one
             self._done.set()
+        stretches = []
+        for part in range(self._left):
+            stretches.append(slice(rows * part // self._left, rows * (part + 1) // self._left))
         return stretches
 
     def finish(self, error: BaseException | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -19,19 +21,32 @@ _NOT_STACKED = (
 """What TensorFlow's errors say about examples of different shapes."""
 
 
+def parts_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """The parts that a pipeline is made of, from its end to its inputs."""
+    parts = [dataset]
+    for part in parts:  # the list grows meanwhile
+        parts += part._inputs()
+    return parts
+
+
 def dense(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """The pipeline, with the specs of dense tensors for rows of a `tf.RaggedTensor` that are dense themselves."""
     specs = tf.nest.flatten(dataset.element_spec)
     if not any(map(_is_dense_row, specs)):
         return dataset
+    # Such a row is a dense tensor already: a map that changes nothing corrects the spec.
+    return map_examples(dataset, lambda example: example)
+
+
+def map_examples(dataset: tf.data.Dataset, change: Callable[[Any], Any]) -> tf.data.Dataset:
+    """The pipeline with each example changed, which is handed over as a whole."""
     is_tuple = type(dataset.element_spec) is tuple  # of a plain tuple, tf.data hands the parts over
 
     @tf.autograph.experimental.do_not_convert
-    def unchanged(*example: Any) -> Any:
-        return example if is_tuple else example[0]
+    def changed(*example: Any) -> Any:
+        return change(example if is_tuple else example[0])
 
-    # Such a row is a dense tensor already: a map that changes nothing corrects the spec.
-    return dataset.map(unchanged)
+    return dataset.map(changed)
 
 
 def _is_dense_row(spec: tf.TypeSpec) -> bool:
@@ -41,12 +56,11 @@ def _is_dense_row(spec: tf.TypeSpec) -> bool:
 def stacking_problem(error: Exception) -> UsageError | None:
     """The error with the fix for examples of different shapes, which can't be stacked; None for any other error."""
     text = str(getattr(error, "message", ""))
-    for phrase in _NOT_STACKED:
-        if phrase not in text:
-            continue
-        # From the phrase on to the end of its line: the rest names nodes of the graph.
-        first_line = text[text.index(phrase) :].split("\n")[0]
-        shapes = first_line.split(" [Op:")[0].rstrip(". ")
+    found = re.search(
+        f"({'|'.join(_NOT_STACKED)}).*", text
+    )  # to the end of the line: the rest names nodes of the graph
+    if found:
+        shapes = found[0].split(" [Op:")[0].rstrip(". ")
         return UsageError(
             f"the data set's examples have different shapes ({shapes}): return loop.StreamData(dataset, "
             "padding=loop.Padding()), which pads each batch to its longest example and adds a mask; or make all "
@@ -76,12 +90,11 @@ def check_spec(dataset: tf.data.Dataset) -> None:
 
 def one_order(dataset: tf.data.Dataset) -> bool:
     """Whether a pipeline yields its examples in the same order each time, as far as its parts show."""
-    parts: list[tf.data.Dataset] = [dataset]
+    parts = parts_of(dataset)
     tensors: list[tf.Tensor] = []
-    for part in parts:  # the list grows meanwhile
+    for part in parts:
         if part.options().deterministic is False:
             return False
-        parts += part._inputs()
         tensors += getattr(part, "_tensors", [])
         for function in part._functions():
             tensors += function.function.captured_inputs
@@ -118,10 +131,10 @@ def one_order_an_epoch(dataset: tf.data.Dataset, restarts: bool = False) -> bool
     """
     inputs = dataset._inputs()
     name = type(dataset).__name__
-    if restarts and ("Shuffle" in name or "Random" in name):
+    if restarts and re.search("Shuffle|Random", name):
         return False
     # From the end of the pipeline to its start: what stands above a shuffle says how often it begins.
-    restarts = restarts or len(inputs) > 1 or any(part in name for part in ("Repeat", "Cache", "Snapshot"))
+    restarts = restarts or len(inputs) > 1 or re.search("Repeat|Cache|Snapshot", name) is not None
     return all(one_order_an_epoch(part, restarts) for part in inputs)
 
 

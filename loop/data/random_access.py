@@ -7,7 +7,7 @@ import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -32,15 +32,6 @@ Foreign: TypeAlias = Any
 """An object of a library that is loaded only when a user passes one, such as an Arrow table."""
 _JOINED_AT_ONCE = 256
 """The number of stretches that are joined at once: they stay in a core's cache until they are written to the result."""
-
-
-@runtime_checkable
-class RandomAccess(Protocol):
-    """Examples that can be read by index."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Example: ...
 
 
 class Reader(Protocol):
@@ -80,9 +71,9 @@ def reader_of(source: Source) -> Reader:
     # An Arrow table is recognized by its interface, so that pyarrow isn't imported for other sources.
     if hasattr(source, "__arrow_c_stream__") and hasattr(source, "num_rows"):
         return Table(source)
-    if not isinstance(source, RandomAccess):
-        kind = type(source)
-        missing = [name for name in ("__len__", "__getitem__") if not hasattr(kind, name)]
+    kind = type(source)
+    missing = [name for name in ("__len__", "__getitem__") if not hasattr(kind, name)]
+    if missing:
         raise UsageError(
             f"IndexedData({kind.__name__}): it has no {' and '.join(missing)}: give an array, a memory map, an .npy or "
             ".parquet file, or an object with a length whose examples can be read by index"
@@ -91,12 +82,8 @@ def reader_of(source: Source) -> Reader:
     try:
         len(source)
     except TypeError as error:
-        raise UsageError(
-            f"IndexedData({type(source).__name__}): {error}: give an array or a list of examples"
-        ) from None
-    if _is_keras_batches(source):
-        return _Batches(source)
-    return _Items(source)
+        raise UsageError(f"IndexedData({kind.__name__}): {error}: give an array or a list of examples") from None
+    return _Batches(source) if _is_keras_batches(kind) else _Items(source)
 
 
 def _refuse_other_items(source: Source) -> None:
@@ -117,11 +104,7 @@ def _refuse_other_items(source: Source) -> None:
 
 
 class ArrayRows:
-    """An array in memory or in a file, whose rows are examples.
-
-    Args:
-        array: the array, [n, ...].
-    """
+    """An array [n, ...] in memory or in a file, whose rows are examples."""
 
     by_column = True
 
@@ -138,11 +121,12 @@ class ArrayRows:
         self._row_bytes = array.dtype.itemsize * math.prod(array.shape[1:])
         self._map = _shared_map(array)
         self._file = _file_of(array)
+        self._is_large = False
         if self._map is not None:
             self._map.madvise(mmap.MADV_RANDOM)  # rows are read in a shuffled order, so reading ahead is of no use
-        self._is_large = self._map is not None and len(self._map) > LARGE
-        if self._map is not None and self._is_large:
-            MAPPED_MEMORY.add(self._map)
+            self._is_large = len(self._map) > LARGE
+            if self._is_large:
+                MAPPED_MEMORY.add(self._map)
 
     def __len__(self) -> int:
         return len(self._array)
@@ -199,8 +183,9 @@ class ArrayRows:
     def __reduce__(self) -> tuple[Callable[..., ArrayRows], tuple[Any, ...]]:
         """A process that reads maps the file, too: it may be larger than memory."""
         array = self._array
-        if self._map is None or not isinstance(array, np.memmap):
+        if self._map is None:
             return ArrayRows, (self._rows,)
+        assert isinstance(array, np.memmap)  # nothing else has such a map
         if array.filename is None or not array.flags.c_contiguous:
             raise TypeError("a memory map can be sent if it has a file, and its rows lie one behind the other")
 
@@ -242,7 +227,7 @@ class _Items:
 
     by_column = False
 
-    def __init__(self, source: RandomAccess) -> None:
+    def __init__(self, source: Source) -> None:
         self._source = source
         many = getattr(source, "__getitems__", None)
         self._many: Callable[[list[int]], Sequence[Example]] | None = many if callable(many) else None
@@ -270,13 +255,14 @@ class Structure:
         readers: of the sources, by their names or positions.
     """
 
-    def __init__(self, sources: Mapping[str, Source] | tuple[Source, ...]) -> None:
-        named = sources if isinstance(sources, Mapping) else dict(enumerate(sources))
-        if not named:
+    def __init__(self, sources: Mapping[str | int, Source] | tuple[Source, ...]) -> None:
+        if not sources:
             raise UsageError("IndexedData: a dict or tuple without sources: give at least one source")
-        self.readers: dict[str | int, Reader] = dict(zip(named, map(reader_of, named.values()), strict=True))
-        # A named tuple keeps its type, in which `compute` gets it.
-        self._tuple = type(sources) if isinstance(sources, tuple) else None
+        self._tuple: type[tuple[Example, ...]] | None = None
+        if isinstance(sources, tuple):
+            self._tuple = type(sources)  # a named tuple keeps its type, in which `compute` gets it
+            sources = dict(enumerate(sources))
+        self.readers: dict[str | int, Reader] = dict(zip(sources, map(reader_of, sources.values()), strict=True))
         self.by_column = all(reader.by_column for reader in self.readers.values())
         if len(set(map(len, self.readers.values()))) != 1:
             listed = ", ".join(f"{name!r}: {len(reader)}" for name, reader in self.readers.items())
@@ -344,14 +330,10 @@ class _Batches:
         return batches[number]
 
 
-def _is_keras_batches(source: object) -> bool:
-    """Whether a source is a `PyDataset` of Keras, or a `Sequence`, as older versions call it."""
-    return any(map(_is_batches_class, type(source).mro()))
-
-
-def _is_batches_class(kind: type) -> bool:
+def _is_keras_batches(kind: type) -> bool:
+    """Whether sources of a class are `PyDataset`s of Keras, or `Sequence`s, as older versions call it."""
     # By name, since both families of Keras have such a class, and neither is to be imported for this.
-    return kind.__name__ in ("PyDataset", "Sequence") and "keras" in kind.__module__
+    return any(base.__name__ in ("PyDataset", "Sequence") and "keras" in base.__module__ for base in kind.mro())
 
 
 def _of_file(path: Path) -> Reader:

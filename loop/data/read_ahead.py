@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import queue
 import threading
 import time
@@ -162,7 +163,7 @@ class ReadAhead:
                 batches = self._plan(wanted_position, 1)
                 self._pending.append(batches)
                 for rows in batches.cut(self._threads):
-                    self._tasks.put(functools.partial(_read_if_wanted, batches, rows, self._fill, self._pace))
+                    self._tasks.put(functools.partial(_read, batches, rows, self._fill, self._pace))
         return self._known(position)
 
     def _block_at(self, position: Position, patience: float | None) -> PendingBatches | None:
@@ -203,7 +204,9 @@ class ReadAhead:
 
     def _before(self, position: Position) -> PendingBatches | None:
         """The last batches that begin before a position: they may be asked for once more, or after those at it."""
-        return max((known for known in self._pending if known.first < position), key=_first, default=None)
+        return max(
+            (known for known in self._pending if known.first < position), key=operator.attrgetter("first"), default=None
+        )
 
     def _followed(self, position: Position) -> list[Position]:
         """A position, those that are read ahead of it, and the one behind these; fewer at the end of the data."""
@@ -220,10 +223,6 @@ class ReadAhead:
             if batches not in kept:
                 batches.cancelled = not batches.requested  # a batch that was asked for is waited for
         self._pending = [batches for batches in self._pending if batches in kept]
-
-
-def _first(batches: PendingBatches) -> Position:
-    return batches.first
 
 
 class _Pace:
@@ -255,12 +254,6 @@ def _serve(tasks: _Tasks, number: int) -> None:
         del task  # it may hold `plan`, which keeps the reader alive while the next `get` waits
 
 
-def _read_if_wanted(batches: PendingBatches, rows: slice, fill: Fill, pace: _Pace, thread: int) -> None:
-    """Fills some rows of the batches, if they weren't cancelled."""
-    if not batches.cancelled:
-        _read(batches, rows, fill, pace, thread)
-
-
 def _read_ahead(
     block: _BlockAhead,
     start: Position | _BlockAhead,
@@ -287,7 +280,9 @@ def _read_block(first: Position, plan: Plan, steps: int, fill: Fill, pace: _Pace
 
 
 def _read(batches: PendingBatches, rows: slice, fill: Fill, pace: _Pace, thread: int) -> None:
-    """Fills a stretch of the rows of some batches."""
+    """Fills a stretch of the rows of some batches, if they weren't cancelled."""
+    if batches.cancelled:
+        return
     begun = time.perf_counter()
     try:
         fill(batches, rows, thread)

@@ -39,14 +39,10 @@ _shape_of = operator.attrgetter("shape")
 
 
 class ReaderProcess:
-    """A process that reads examples, seen from the one that trains.
+    """A process that reads examples, seen from the one that trains; `payload` is what `pickled` has returned.
 
     It is a new interpreter, not a fork: TensorFlow's threads and locks don't survive one. It imports what the source
     and its map need, which may take seconds, and is `ready` after that.
-
-    Args:
-        payload: the reader and what its examples are like; see `pickled`.
-        number: of the process, for messages.
     """
 
     def __init__(self, payload: bytes, number: int) -> None:
@@ -54,7 +50,7 @@ class ReaderProcess:
 
         # Requests and answers go through pipes; the arrays of an answer lie in shared memory, and aren't copied.
         self._memory = _shared_file()
-        self._map: mmap.mmap | None = None
+        self._map = mmap.mmap(self._memory, 0)
         child_reads, requests = os.pipe()
         answers, child_writes = os.pipe()
         passed = (child_reads, child_writes, self._memory)
@@ -106,14 +102,13 @@ class ReaderProcess:
             self._requests.flush()
         data, sizes = self._answer()
 
-        # The process makes the file larger where an answer needs it; an empty file can't be mapped.
-        needed = sum(sizes)
-        if needed and (self._map is None or len(self._map) < needed):
+        # The process makes the file larger where an answer needs it.
+        if len(self._map) < sum(sizes):
             self._map = mmap.mmap(self._memory, 0)
         buffers = []
         start = 0
         for size in sizes:
-            buffers.append(memoryview(self._map)[start : start + size] if size else b"")  # type: ignore[arg-type]
+            buffers.append(memoryview(self._map)[start : start + size])
             start += size
         return pickle.loads(data, buffers=buffers)  # noqa: S301 - from a process of our own
 
@@ -140,12 +135,7 @@ class ReaderProcess:
 
 
 class ReaderProcesses:
-    """A reader process for each of some threads, started when its thread first reads.
-
-    Args:
-        payload: what each needs; see `pickled`.
-        count: how many there are.
-    """
+    """A reader process for each of `count` threads, started when its thread first reads."""
 
     def __init__(self, payload: bytes, count: int) -> None:
         self._payload = payload
@@ -211,10 +201,10 @@ def _by_value(cloudpickle: ModuleType) -> Iterator[None]:
 
 def _is_users(module: Any) -> bool:
     file = getattr(module, "__file__", None)
-    # What is defined in `__main__` is sent by value anyway.
-    if not isinstance(module, ModuleType) or not file or module.__name__ == "__main__":
+    if not isinstance(module, ModuleType) or not file:
         return False
-    if module.__name__.split(".")[0] in ("loop", "callbacks", "cli"):
+    # What is defined in `__main__` is sent by value anyway.
+    if module.__name__.split(".")[0] in ("__main__", "loop", "callbacks", "cli"):
         return False
     installed = filter(None, map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
     return not any(map(Path(file).is_relative_to, installed))
@@ -223,9 +213,12 @@ def _is_users(module: Any) -> bool:
 def _shared_file() -> int:
     """A file that exists in memory alone, or has no name: nothing of it stays, whatever is killed."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("tfloop-reader")
-    with tempfile.TemporaryFile() as file:  # the file has no name any more; the duplicate keeps it open
-        return os.dup(file.fileno())
+        memory = os.memfd_create("tfloop-reader")
+    else:
+        with tempfile.TemporaryFile() as file:  # the file has no name any more; the duplicate keeps it open
+            memory = os.dup(file.fileno())
+    os.ftruncate(memory, mmap.PAGESIZE)  # an empty file can't be mapped
+    return memory
 
 
 # In the reader process
@@ -328,20 +321,18 @@ class _Shared:
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
-        self._map: mmap.mmap | None = None
+        self._map = mmap.mmap(memory, 0)
 
     def put(self, buffers: list[memoryview]) -> list[int]:
         """Writes buffers one behind the other; returns their sizes in bytes."""
         sizes = [buffer.nbytes for buffer in buffers]
         needed = sum(sizes)
-        if needed and (self._map is None or len(self._map) < needed):
+        if len(self._map) < needed:
             # It never gets smaller: the training may have mapped all of it, and reading behind a file's end kills.
             os.ftruncate(self._memory, needed)
             self._map = mmap.mmap(self._memory, 0)
         start = 0
         for buffer, size in zip(buffers, sizes, strict=True):
-            if size:
-                assert self._map is not None
-                self._map[start : start + size] = buffer
-                start += size
+            self._map[start : start + size] = buffer
+            start += size
         return sizes

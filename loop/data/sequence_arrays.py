@@ -18,15 +18,10 @@ Given: TypeAlias = Any
 
 
 def as_sequences(given: Given, name: str | int, axes: int = 1) -> Sequences:
-    """Examples of different shapes as `Sequences`.
-
-    Args:
-        given: the examples.
-        name: the name of the array, for errors.
-        axes: the least number of axes that count as different, even if they aren't.
+    """Examples of different shapes as `Sequences`. At least so many axes count as different, even if they aren't.
 
     Raises:
-        UsageError: examples that differ in more than lengths.
+        UsageError: examples that differ in more than lengths; names the array.
     """
     if isinstance(given, tf.RaggedTensor):
         if given.ragged_rank != 1:
@@ -62,7 +57,7 @@ def _stacked(examples: Sequence[np.ndarray], name: str | int, axes: int) -> Sequ
     # All axes up to the last one that differs count as different; the rows have those behind it.
     differing = np.flatnonzero((shapes != shapes[:1]).any(0))
     axes = max(axes, int(differing.max(initial=0)) + 1)
-    tail = shapes[0, axes:].tolist() if len(shapes) else []
+    tail = shapes[:1, axes:].ravel().tolist()
     if not filled:
         return Sequences(np.zeros([0, *tail], np.dtype("float32")), shapes[:, :axes])
     dtype = np.result_type(*{example.dtype for example in filled})
@@ -86,9 +81,8 @@ def is_list_of_examples(given: Given) -> bool:
     if isinstance(given, tf.RaggedTensor | list | tuple):
         return True
     # An array of objects may also hold texts, or other things that are no examples with an axis.
-    if not isinstance(given, np.ndarray) or given.dtype != object or given.ndim != 1 or not len(given):
-        return False
-    return isinstance(given[0], np.ndarray | list | tuple)
+    of_objects = isinstance(given, np.ndarray) and given.dtype == object and given.ndim == 1
+    return of_objects and isinstance(next(iter(given), None), np.ndarray | list | tuple)
 
 
 def lengths_of(examples: Sequences) -> str:

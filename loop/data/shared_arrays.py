@@ -38,12 +38,11 @@ def shared(data: ArrayData, backend: Backend) -> ArrayData:
     machine = _BOOT.read_text().strip() if hasattr(os, "memfd_create") and _BOOT.exists() else ""
     machines = backend.gather_json(machine if arrays else "")
     machine = str(machines[backend.rank])
-    if machines.count(machine) == 1:  # alone on its machine: it would only have a copy more
-        machine = ""
-    first = machines.index(machine) if machine else None
-    with _memory(arrays) if first == backend.rank else contextlib.nullcontext() as own:
+    first = machines.index(machine)
+    shares = machine != "" and machines.count(machine) > 1  # alone on its machine, it would only have a copy more
+    with _memory(arrays) if shares and first == backend.rank else contextlib.nullcontext() as own:
         memories = backend.gather_json(None if own is None else dataclasses.asdict(own))
-        memory = None if first is None else memories[first]
+        memory = memories[first]
         views = {} if memory is None else _views(_Memory(**memory), arrays)
         backend.exchange(0)  # the first one keeps it open until all have opened it
     if not views:
@@ -54,11 +53,7 @@ def shared(data: ArrayData, backend: Backend) -> ArrayData:
 def as_tensor(array: np.ndarray) -> tf.Tensor | None:
     """A tensor that reads the memory of an array from `shared`, without a copy, and keeps that memory.
 
-    Args:
-        array: any array.
-
-    Returns:
-        The tensor; None if the array isn't in shared memory, or is a part of one that TensorFlow must copy.
+    None: the array isn't in shared memory, or is a part of one that TensorFlow must copy.
     """
     # Views of views lead to the buffer that `np.frombuffer` was given.
     base: object = array

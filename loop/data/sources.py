@@ -81,12 +81,7 @@ def _data(train: Source, evaluated: dict[str, Source]) -> Data:
 
 
 def open_data(task: TrainTask, options: Options, change: Change = unchanged) -> Data:
-    """Opens the data of a task, in the order that the options say; not yet shared out.
-
-    Args:
-        task: the task.
-        options: the options of `fit`.
-        change: is applied to what the task returns.
+    """Opens what a task returns as its data, changed, in the order that the options say; not yet shared out.
 
     Raises:
         UsageError: something that is no data; no examples, or none left by `drop_remainder`; an endless stream and no
@@ -155,13 +150,9 @@ def made_again(task: TrainTask, options: Options, change: Change) -> Dataset:
 
 
 def source(data: Dataset, options: BatchOptions, what: str, make: Callable[[], Dataset] | None = None) -> Source:
-    """Makes a source from what a method of a task returned.
+    """Makes a source from what a method of a task, named `what`, has returned.
 
-    Args:
-        data: what it returned.
-        options: how it is cut into batches.
-        what: the method's name, for messages.
-        make: calls the method once more, for later epochs of a stream.
+    `make` calls the method once more, for later epochs of a stream.
 
     Raises:
         UsageError: see `open_data`.

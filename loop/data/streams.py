@@ -126,9 +126,8 @@ class StreamSource:
 
     def sharded(self, backend: Backend, policy: str) -> StreamSource:
         """Shares the stream out over the workers by `policy`, and over the replicas of each by rows."""
-        by_example = policy == "example"
         check_policy(self.dataset, self.options.batch_size, backend, policy)
-        if by_example:
+        if policy == "example":
             split = StreamSource(self.dataset, self.options, 0, backend.replicas, padding=self._padding)
         else:
             split = self._split_by_worker(backend, policy)
@@ -150,9 +149,7 @@ class StreamSource:
     def _split_by_worker(self, backend: Backend, policy: str) -> StreamSource:
         """The worker's own part of the stream: every n-th file, or all of it if the task has split it already."""
         dataset = self.dataset
-        options = self.options
-        if backend.workers > 1:
-            options = dataclasses.replace(options, batch_size=options.batch_size // backend.workers)
+        options = dataclasses.replace(self.options, batch_size=self.options.batch_size // backend.workers)
         if policy == "file" and backend.workers > 1:
             dataset = shard_files(dataset, backend.workers, backend.rank)
         first = backend.rank * backend.local_replicas
@@ -186,9 +183,10 @@ class StreamSource:
         Raises:
             tf.errors.OpError: the state belongs to an iterator of another pipeline.
         """
-        again = self._again() if self._again is not None and state is not None else None
-        if again is not None:
-            return self._restored(again, epoch, step_in_epoch, state, stopped)
+        if state is not None and self._again is not None:
+            again = self._again()
+            if again is not None:
+                return self._restored(again, epoch, step_in_epoch, state, stopped)
 
         # Whole epochs are read to their end: what draws random numbers or keeps a state on the way must come to where
         # it was.
@@ -205,23 +203,9 @@ class StreamSource:
         return iterator
 
     def _restored(
-        self,
-        again: StreamSource,
-        epoch: int,
-        step_in_epoch: int,
-        state: np.ndarray | None,
-        stopped: Callable[[], bool],
+        self, again: StreamSource, epoch: int, step_in_epoch: int, state: np.ndarray, stopped: Callable[[], bool]
     ) -> tf.data.Iterator:
-        """The iterator at a position, restored from its state.
-
-        Args:
-            again: the same stream, made once more.
-            epoch: the epoch.
-            step_in_epoch: the step within the epoch.
-            state: what `state` returned there.
-            stopped: whether the run is to end.
-        """
-        assert state is not None
+        """The iterator at a position, restored from its state there; `again` is the same stream, made once more."""
         # The state holds the rest of the iterator's epoch, but not always the seeds from which the next epoch's order
         # is drawn. So later epochs come from the pipeline that was made again. It has drawn as many seeds as the first
         # one had, once as many iterators have begun.
@@ -368,20 +352,21 @@ def check_policy(dataset: tf.data.Dataset, batch_size: int, backend: Backend, po
     Raises:
         UsageError: the reason, and what to use instead.
     """
-    by_example = policy == "example"
+    if policy == "example":
+        if backend.workers > 1 and not one_order(dataset):
+            raise UsageError(
+                "the data set says that its order doesn't matter (deterministic=False): each of "
+                f"{backend.workers} workers would read another one, so that some examples are used twice and others "
+                'not at all; leave that out, or use ShardData("file")'
+            )
+        return
     # The number of workers of an elastic job changes while it runs.
-    if backend.member and not by_example:
+    if backend.member:
         raise UsageError(
             f"ShardData({policy!r}) in an elastic job: a position in such a stream means something else with other "
             'workers; use ShardData("example"), or ArrayData'
         )
-    if by_example and backend.workers > 1 and not one_order(dataset):
-        raise UsageError(
-            "the data set says that its order doesn't matter (deterministic=False): each of "
-            f"{backend.workers} workers would read another one, so that some examples are used twice and others "
-            'not at all; leave that out, or use ShardData("file")'
-        )
-    if not by_example and batch_size % backend.workers:
+    if batch_size % backend.workers:
         raise UsageError(
             f"ShardData({policy!r}): batch_size={batch_size} can't be divided over {backend.workers} "
             f"workers: give a multiple of {backend.workers}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import glob
 import os
 import struct
@@ -18,10 +16,11 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.lib.io import tf_record  # its random reader has no public name
 from tqdm import tqdm
+from tqdm.contrib.concurrent import thread_map
 
 from callbacks.files import hidden_name, replacing
 from loop.data.data_files import DataFile, cached
-from loop.data.example_parts import Columns
+from loop.data.example_parts import Columns, by_source
 from loop.errors import UsageError
 
 TFReader: TypeAlias = Any
@@ -62,19 +61,17 @@ class RecordSource:
         """The bytes of these records."""
         numbers = np.asarray(indices, np.int64)
         records = [b""] * len(numbers)
-        files = np.searchsorted(self._ends, numbers, "right")
-        for number in np.unique(files).tolist():
+        for number, places, own_numbers in by_source(self._ends, numbers):
             self._files[number].check()  # with another size, the offsets would be those of other bytes
             path = self._files[number].path
             reader = self._reader(number)
-            first = int(self._ends[number - 1]) if number else 0
-            for row in np.flatnonzero(files == number).tolist():
-                offset = int(self._offsets[number][numbers[row] - first])
+            for place, own_number in zip(places.tolist(), own_numbers.tolist(), strict=True):
+                offset = int(self._offsets[number][own_number])
                 try:
-                    records[row] = reader.read(offset)[0]
+                    records[place] = reader.read(offset)[0]
                 except (tf.errors.OpError, IndexError) as error:
                     raise UsageError(
-                        f"{path}: record {numbers[row] - first}, at byte {offset}, is damaged ({_message(error)}): "
+                        f"{path}: record {own_number}, at byte {offset}, is damaged ({_message(error)}): "
                         "write the file anew, or leave such records out with on_bad_example='skip'"
                     ) from None
         return records
@@ -191,7 +188,10 @@ def _offsets_of_all(paths: Sequence[Path]) -> list[np.ndarray]:
         except (OSError, ValueError, EOFError):  # not there, or damaged, as by a power failure
             missing[path] = cache
     if missing:
-        offsets.update(_find_offsets(missing))
+        found = thread_map(
+            _searched, missing, missing.values(), desc="finding records", unit="file", disable=None, tqdm_class=tqdm
+        )
+        offsets.update(zip(missing, found, strict=True))
     return [offsets[path] for path in paths]
 
 
@@ -201,21 +201,9 @@ def _mapped(cache: Path) -> np.ndarray:
     return np.load(cache, mmap_mode="r", allow_pickle=False)
 
 
-def _find_offsets(caches: Mapping[Path, Path]) -> dict[Path, np.ndarray]:
-    """Finds the offsets of the records in files, and keeps them in the files of the cache that are given for these."""
-    offsets: dict[Path, np.ndarray] = {}
-    with concurrent.futures.ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
-        found = pool.map(_offsets, caches)
-        bar = tqdm(total=len(caches), desc="finding records", unit="file", disable=None)
-        stack.callback(bar.close)
-        for (path, cache), offsets_of_file in zip(caches.items(), found, strict=True):
-            offsets[path] = _keep(cache, offsets_of_file)
-            bar.update()
-    return offsets
-
-
-def _keep(cache: Path, offsets: np.ndarray) -> np.ndarray:
-    """Writes offsets to a file of the cache; returns them mapped, or as they are if it can't be written."""
+def _searched(path: Path, cache: Path) -> np.ndarray:
+    """Finds the offsets of the records in a file, and keeps them in one of the cache, mapped, if it can be written."""
+    offsets = _offsets(path)
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         # Several workers may do this at once: each writes a file of its own, and the last one stays.

@@ -86,10 +86,7 @@ def exchange(workers: HostCollectives, wishes: Wishes) -> Wishes:
 def decide(wishes: Wishes, at_end: bool, saved: str) -> Decision:
     """What follows from the wishes of all workers.
 
-    Args:
-        wishes: see `exchange`.
-        at_end: whether all steps have been made.
-        saved: the reason of the checkpoint that is now complete, or "".
+    `at_end`: all steps have been made. `saved` is the reason of the checkpoint that is now complete, or "".
     """
     stop = wishes.stop or wishes.signalled
     # A snapshot that is saved takes the place of one that would be held: both are of this boundary.

@@ -27,11 +27,7 @@ MOST_BAD_STEPS = 3
 
 
 def keep_bad_step(run: Run, skipped: bool) -> str:
-    """Writes the batch and the state of a step that wasn't finite. All workers must call it.
-
-    Args:
-        run: the run, after that step.
-        skipped: whether the step was skipped. It is counted then.
+    """Writes the batch and the state of the last step, which wasn't finite. All workers must call it.
 
     Returns:
         A note for the user; "" if the step isn't kept.
@@ -67,12 +63,9 @@ def keep_bad_step(run: Run, skipped: bool) -> str:
 
 
 def packed(rows: Rows, backend: Backend | None) -> Arrays:
-    """The tensors of a checkpoint that hold a batch: serialized, uint8 [n].
+    """The tensors of a checkpoint that hold a batch, of which these are a worker's rows: serialized, uint8 [n].
 
-    Args:
-        rows: of this worker.
-        backend: whose workers each have rows of their own, in which case all workers must call it; None: these rows
-            are the whole batch.
+    With a backend, its workers each have rows of their own, and all must call it; None: these are the whole batch.
     """
     tensors = {}
     for index, leaf in enumerate([*tf.nest.flatten(rows.batch), rows.index]):

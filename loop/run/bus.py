@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -64,15 +66,11 @@ def _check_list(callbacks: object, what: str) -> None:
 
 
 class Bus:
-    """The callbacks of one worker of a run.
+    """The callbacks of one worker of a run; all are given, the same on each rank.
 
     A hook that raises doesn't end this worker at once: other workers would wait for it in the next collective. The
     error is kept, and all workers end with it when they next agree. Until then, hooks that run on all ranks are still
     called, since they may hold collectives; those of the chief alone are not.
-
-    Args:
-        callbacks: all callbacks of the run, the same on each rank.
-        run: the run.
 
     Raises:
         UsageError: an object is no callback, or has a wrong `runs_on`; or two share a key.
@@ -86,29 +84,28 @@ class Bus:
                 run.callbacks[key] = callback
             if run.backend.is_chief:
                 _warn_of_no_hooks(callback)
-        self._hooks: dict[str, list[Callback]] = {event: [] for event in EVENTS}
-        for callback in run.callbacks.values():
-            for event, hooked in self._hooks.items():
-                # Once, here: an event that no callback listens to costs nothing in the loop.
-                if _overrides(callback, f"on_{event}"):
-                    hooked.append(callback)
+        # Once, here: an event that no callback listens to costs nothing in the loop.
+        self._hooks: dict[str, list[Callback]] = {}
+        for event in EVENTS:
+            hook = f"on_{event}"
+            self._hooks[event] = [callback for callback in run.callbacks.values() if _overrides(callback, hook)]
         self._clocks_run = False
         self._listeners = list(map(_Listener, self._hooks["steps_end"]))
 
     def check_metrics(self) -> None:
         """Refuses callbacks that watch a metric that the run doesn't have; `Run.synchronize` raises the error."""
         with self._run.defer_errors():
-            watching = [callback for callback in self._run.callbacks.values() if callback.watches]
-            # Only if one is watched: the names of a phase's metrics are found by tracing its step.
-            known = self._run.metric_names() if watching else []
-            for callback in watching:
+            for callback in self._run.callbacks.values():
                 for argument, metric in callback.watches.items():
+                    # Only if one is watched: the names of a phase's metrics are found by tracing its step.
+                    known = self._run.metric_names()
                     if metric not in known:
                         self._check_unknown(callback, argument, metric, known)
 
     def _check_unknown(self, callback: Callback, argument: str, metric: str, known: list[str]) -> None:
         """Refuses a metric that the run doesn't have, unless a callback may add it."""
         what = f"{type(callback).__name__}({argument}={metric!r})"
+        unknown = f"{what}: this run has no such metric{nearest(metric, known)}"
         adding = self._adding(metric)
         # `val_loss` is Keras's name of `eval_loss`: certainly a mistake, and no metric that a callback adds.
         is_keras_name = metric.startswith("val_") and f"eval_{metric.removeprefix('val_')}" in known
@@ -117,7 +114,7 @@ class Bus:
                 return
             kind = type(adding[0]).__name__
             raise UsageError(
-                f"{what}: this run has no such metric{nearest(metric, known)}; if {kind} adds it, list it before "
+                f"{unknown}; if {kind} adds it, list it before "
                 f"{type(callback).__name__}: callbacks.StandardSet([...]) takes a list as it is"
             )
         if metric.startswith("eval_") and not any(name.startswith("eval_") for name in known):
@@ -128,7 +125,7 @@ class Bus:
                 else "this run makes no evaluation: define eval_data(), and leave eval_every='never' out"
             )
             raise UsageError(f"{what}: {reason}; or watch {known[0]!r}")
-        raise UsageError(f"{what}: this run has no such metric{nearest(metric, known)}")
+        raise UsageError(unknown)
 
     def _adding(self, metric: str) -> list[Callback]:
         """The callbacks of the user's, on any rank, that hear of the metrics among which this one would be.
@@ -206,14 +203,14 @@ class Bus:
         for listener in self._listeners:
             listener.totals = np.zeros(())
 
-    def steps_left(self) -> int | None:
-        """How many steps may be made before a callback is due; None: any number."""
-        nearest_due: int | None = None
+    def steps_left(self) -> float:
+        """How many steps may be made before a callback is due; if none will be, infinitely many."""
+        left = []
         for listener in self._listeners:
             steps = listener.schedule.steps_left(self._run.progress.step)
             if steps is not None:
-                nearest_due = steps if nearest_due is None else min(nearest_due, steps)
-        return nearest_due
+                left.append(steps)
+        return min(left, default=math.inf)
 
     def _call(self, callback: Callback, event: str, *args: Any) -> Any:
         # After an error, hooks of all ranks are still called: other workers' calls of them may hold collectives.
@@ -230,16 +227,17 @@ class Bus:
 def _as_numbers(hook: str, metrics: dict[str, float]) -> None:
     """Makes plain floats of the metrics that a hook has set: of NumPy's numbers and tensors, for example."""
     for name, value in list(metrics.items()):
-        if type(value) is not float:
-            try:
-                metrics[name] = float(value)
-            except (TypeError, ValueError):
-                del metrics[name]
-                raise UsageError(f"{hook} has set the metric {name!r} to {value!r:.60}: give a number") from None
+        try:
+            metrics[name] = float(value)
+        except (TypeError, ValueError):
+            del metrics[name]
+            raise UsageError(f"{hook} has set the metric {name!r} to {value!r:.60}: give a number") from None
 
 
 def _by_key(callbacks: list[Callback]) -> dict[str, Callback]:
     """The callbacks by the keys of their states in checkpoints: `Callback.key`, else the name of the class."""
+    by_key: dict[str, Callback] = {}
+    counts: Counter[str] = Counter()
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise UsageError(
@@ -248,14 +246,13 @@ def _by_key(callbacks: list[Callback]) -> dict[str, Callback]:
             )
         if callback.runs_on not in ("chief", "all"):
             raise UsageError(f"{type(callback).__name__}: runs_on={callback.runs_on!r}: give chief or all")
-    names = [callback.key or type(callback).__name__ for callback in callbacks]
-    by_key: dict[str, Callback] = {}
-    for index, (name, callback) in enumerate(zip(names, callbacks, strict=True)):
-        # Two of one class get a number, by their order; a key that was given must be unique.
-        if callback.key and names.count(callback.key) > 1:
+        # Two of one class get a number, by their order.
+        name = callback.key or type(callback).__name__
+        counts[name] += 1
+        by_key[name if counts[name] == 1 else f"{name}-{counts[name]}"] = callback
+    for callback in callbacks:
+        if callback.key and counts[callback.key] > 1:
             raise UsageError(f"two callbacks have the key {callback.key!r}: their states are kept by it; give others")
-        nth = names[: index + 1].count(name)
-        by_key[name if nth == 1 else f"{name}-{nth}"] = callback
     return by_key
 
 

@@ -39,8 +39,7 @@ T = TypeVar("T")
 class PartAttribute(Generic[T]):
     """An attribute of a run that one of its parts holds: read and set on the run, kept in the part.
 
-    Args:
-        path: of the attribute, from the run.
+    `path` is that of the attribute, from the run.
     """
 
     def __init__(self, path: str) -> None:
@@ -204,7 +203,7 @@ class CallbackView:
         if self.backend.replicas > 1:
             self.step.average_statistics()  # between these averages, each replica may have its own
             hashes = self.fingerprints()
-            check_same(state.replicated_names(self._run), hashes, self.backend.local_replicas, self.progress.step)
+            check_same(state.whole_variables(self._run), hashes, self.backend.local_replicas, self.progress.step)
 
     def check_directory(self) -> None:
         """Checks that the run directory is where it was (on the chief, which writes into it).

@@ -12,7 +12,7 @@ from loop.data import evaluation_sets
 from loop.monitor import fault_injection
 from loop.monitor.stopwatch import COMPILING
 from loop.run.pace import Pace
-from loop.run.state import saved_variables
+from loop.run.state import whole_variables
 from loop.step import approximations
 from loop.step.totals import EXAMPLES
 from loop.step.unsaved import warn_of_unsaved
@@ -65,34 +65,26 @@ class Calls:
             laps = marker.laps()
             run.stopwatch.give({part: laps[part] - laps_before[part] for part in laps})
         elif run.backend.is_chief and not run.backend.asynchronous:
-            warn_of_unsaved(run.task, run.model, saved_variables(run), run.step.graph(run.data.iterator))
+            saved = list(whole_variables(run).values())
+            warn_of_unsaved(run.task, run.model, saved, run.step.graph(run.data.iterator))
         examples = int(totals[EXAMPLES])
         run.stopwatch.count(steps, examples)
         self._record(steps, examples, seconds)
         return steps, ending, totals
 
-    def steps_to_boundary(self, run: Run, steps_to_callback: int | None) -> int:
-        """How many steps the next call makes: as many as fit the pace, up to the next boundary.
-
-        Args:
-            run: the run.
-            steps_to_callback: the steps until a callback is due; None: none will be.
-        """
+    def steps_to_boundary(self, run: Run, steps_to_callback: float) -> int:
+        """How many steps the next call makes: as many as fit the pace, up to the next boundary or callback."""
         progress = run.progress
         steps_per_epoch = run.step.data.train.steps_per_epoch  # None: a stream, which ends the call at its end
         pace = approximations.to_average(self.pace.steps, progress.step_in_epoch, run.options["local_steps"])
-        left = [pace]
-        if steps_to_callback is not None:
-            left.append(steps_to_callback)
-        if run.plan.steps_left is not None:
-            left.append(run.plan.steps_left)
+        left = [pace, steps_to_callback, run.plan.steps_left]
         if steps_per_epoch is not None:
             left.append(steps_per_epoch - progress.step_in_epoch)
         for name in run.step.evaluations:
             every = evaluation_sets.pace(run.options, name)
             if isinstance(every, int):
                 left.append(every - progress.step % every)
-        return min(left)
+        return int(min(left))
 
     def _record(self, steps: int, examples: int, seconds: float) -> None:
         self.pace.record(steps, seconds)

@@ -19,20 +19,14 @@ if TYPE_CHECKING:
 
 
 class CheckpointParts:
-    """The checkpoint whose parts are being written: at most one. All workers call each method at the same boundary.
-
-    Args:
-        run: the run.
-        writer: the thread that writes on this worker.
-    """
+    """The checkpoint whose parts are being written: at most one. All workers call each method at the same boundary."""
 
     def __init__(self, run: Run, writer: Writer) -> None:
         self._run = run
         self._writer = writer
         self._shared_directory: bool | None = None  # until the workers have looked
-        self._snapshot: Snapshot | None = None
         self._partial = Path()
-        self._written: Future[Json] | None = None
+        self._pending: tuple[Snapshot, Future[Json]] | None = None
 
     @property
     def possible(self) -> bool:
@@ -69,21 +63,20 @@ class CheckpointParts:
         if backend.is_chief:
             ready = ready and bool(snapshot.state) and self._writer.begin(directory, snapshot.step) is not None
         if backend.exchange(ready).all():  # else a worker, or the chief's writer, has an error that ends the run
-            self._snapshot = snapshot
-            self._written = self._writer.write_part(self._partial, backend.rank, snapshot)
+            self._pending = (snapshot, self._writer.write_part(self._partial, backend.rank, snapshot))
 
     @property
     def written(self) -> bool:
         """Whether this worker has written its part, or has failed to."""
-        return self._written is not None and self._written.done()
+        return self._pending is not None and self._pending[1].done()
 
     def complete(self) -> None:
         """Waits until all parts are written, and lets the chief complete the checkpoint; does nothing without one."""
-        if self._written is None or self._snapshot is None:
+        if self._pending is None:
             return
+        snapshot, written = self._pending
         # An error of a worker comes as text in its part; `finish` on the chief makes it the outcome of the write.
-        parts = self._run.backend.gather_json(self._written.result())
+        parts = self._run.backend.gather_json(written.result())
         if self._run.backend.is_chief:
-            self._writer.finish(self._partial, self._snapshot, parts)
-        self._written = None
-        self._snapshot = None
+            self._writer.finish(self._partial, snapshot, parts)
+        self._pending = None

@@ -71,12 +71,9 @@ class Checkpointing:
         self._under_way: list[tuple[str, int]] = []  # reason and step, oldest first; the same on all workers
 
     def request(self, reason: str, later: bool = False, at_once: bool = False) -> None:
-        """Asks for a checkpoint at the next boundary.
+        """Asks for a checkpoint at the next boundary; `reason` says what it is for.
 
-        Args:
-            reason: what it is for.
-            later: whether it is held in memory, and written before the next one.
-            at_once: whether it is taken within an evaluation, too.
+        It is held in memory if it may come `later`; with `at_once`, it is taken within an evaluation, too.
         """
         reason = reason or "callback"
         # In an elastic job, other workers go on when the chief is lost, and with it what it holds in memory. And a
@@ -141,11 +138,7 @@ class Checkpointing:
             if run.decision.check:
                 run.check_replicas()
 
-            snapshot = self._snapshot(reason)
-            pending = [] if held is None else [held]
-            if snapshot is not None:
-                pending.append(snapshot)
-            self._write(pending)
+            self._write(list(filter(None, [held, self._snapshot(reason)])))
 
     def _write(self, pending: list[Snapshot]) -> None:
         """Starts to write snapshots, oldest first."""

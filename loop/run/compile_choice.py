@@ -33,14 +33,10 @@ class _XLARefusedError(Exception):
 
 
 def settle(run: Run, data: Data) -> None:
-    """Replaces the option `auto` by `graph` or `xla`. Nothing else of the run is changed.
+    """Replaces the option `auto` by `graph` or `xla`, before the step is made. Nothing else of the run is changed.
 
     A resumed run takes what `run.json` says of the attempt before, so that its bits are those of a run that was never
     stopped. Otherwise a single device measures; several replicas take the graph.
-
-    Args:
-        run: the run, before its step is made.
-        data: the sources, sharded.
     """
     before = read_json(run.directory / "run.json").get("options")
     choice = before.get("compile") if isinstance(before, dict) else None  # a file that anyone may have changed

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
 
 from callbacks.run_record.redaction import tell
 from loop.checkpoint.array_files import Json
+from loop.data import DataIterator
 from loop.data.host_random import random_state, set_random_state
 from loop.errors import UsageError
 
 if TYPE_CHECKING:
     from loop.run.run import Run
-
-DataIterator: TypeAlias = tf.data.Iterator | tuple[()]
-"""Of a stream, where it is read. Arrays are read by position, and need none."""
 
 
 class DataPosition:
@@ -75,28 +73,33 @@ class DataPosition:
         source = run.step.data.train
         # Each phase has a stream of its own, whose epochs count from 0.
         position = (progress.epoch - run.plan.place.epoch, progress.step_in_epoch)
-        if any(position) and source.steps_per_epoch is None and self.stream_state is None:
-            _note(run, "the checkpoint has no state of the data pipeline: reading up to where the run was")
-        if source.steps_per_epoch is not None and progress.step_in_epoch > source.steps_per_epoch:
+        if source.steps_per_epoch is None:
+            if not any(position):  # only at the start of a run: later, the data can't be replaced
+                _note(
+                    run,
+                    "train_data() is a stream, which shuffles within its buffer and is read in order: "
+                    "loop.IndexedData, or loop.records for TFRecord files, shuffles all examples and goes on from any "
+                    "step at once",
+                )
+            elif self.stream_state is None:
+                _note(run, "the checkpoint has no state of the data pipeline: reading up to where the run was")
+        elif progress.step_in_epoch > source.steps_per_epoch:
             raise UsageError(
                 f"the checkpoint stands at step {progress.step_in_epoch:,} of an epoch, and train_data() has "
                 f"{source.steps_per_epoch:,} in one: give the data that the run had, or start a new run"
             )
         has_drawn = self._start(run, position)
-        # Only at the start of a run: later, the data can't be replaced.
-        if source.steps_per_epoch is None and not any(position):
-            _note(
-                run,
-                "train_data() is a stream, which shuffles within its buffer and is read in order: loop.IndexedData, or "
-                "loop.records for TFRecord files, shuffles all examples and goes on from any step at once",
-            )
-
         # A pipeline that draws within the epoch has drawn the same numbers again, and goes on to draw from there. For
         # others the generators are where the checkpoint found them, since callbacks may draw, too.
         if self.random_state is not None and not has_drawn:
             set_random_state(self.random_state)
-        if not run.stops.signalled:
-            _note_unsaved(run, source.unsaved(self.iterator))
+        reason = "" if run.stops.signalled else source.unsaved(self.iterator)
+        if reason:
+            reason = reason.rstrip(".")
+            _note(
+                run,
+                f"the data pipeline's position can't be saved ({reason}): a resumed run will read up to where it was",
+            )
 
     def _start(self, run: Run, position: tuple[int, int]) -> bool:
         """Makes the iterator of the data from a position on: by its state in the checkpoint, if there is one.
@@ -130,15 +133,6 @@ class DataPosition:
         """Takes the iterator to the next epoch."""
         with run.stopwatch.at("data"):
             self.iterator = run.step.data.train.next_epoch(self.iterator)
-
-
-def _note_unsaved(run: Run, reason: str) -> None:
-    if reason:
-        _note(
-            run,
-            f"the data pipeline's position can't be saved ({reason.rstrip('.')}): a resumed run will read up to where "
-            "it was",
-        )
 
 
 def _note(run: Run, text: str) -> None:

@@ -47,11 +47,7 @@ def end_failed(run: Run, bus: Bus, error: BaseException) -> BaseException:
 def end(run: Run, bus: Bus, status: str, error: BaseException | None = None) -> None:
     """Fires the last events, and writes the status.
 
-    Args:
-        run: the run.
-        bus: its callbacks.
-        status: how it ended.
-        error: what ended it, if it failed. Errors in the last events are added to it as notes, and don't hide it.
+    Errors in the last events are added as notes to `error`, which has ended the run, and don't hide it.
     """
     # First: the status and the last events must know of a checkpoint that can't be written.
     run.checkpointing.close()

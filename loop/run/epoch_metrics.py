@@ -68,11 +68,10 @@ class EpochMetrics:
         for name, step in self.evaluated_at.items():
             if step >= 0:  # a checkpoint has -1 for a single set that there isn't
                 known.add(name)
-        # Longer names first: of `val` and `val_hard`; and last the single set "", whose prefix all metrics have.
-        by_length = sorted(known, key=len, reverse=True)
         for name in list(self.eval_metrics):
-            owners = [known_set for known_set in by_length if name.startswith(evaluation_sets.prefix(known_set))]
-            if owners and owners[0] not in sets:
+            owners = [known_set for known_set in known if name.startswith(evaluation_sets.prefix(known_set))]
+            # The longest name: of `val` and `val_hard`; that of a single set is "", whose prefix all metrics have.
+            if owners and max(owners, key=len) not in sets:
                 del self.eval_metrics[name]
         if sets and "" not in sets:
             self.evaluated_at.pop("", None)
@@ -191,14 +190,14 @@ def _no_steps(epoch: int, options: Options) -> Exception:
 
 def _refuse_untrained(epoch: int, skipped: int, searching: bool) -> None:
     """Raises the reason why the steps of an epoch have trained nothing."""
-    if skipped and not searching:
-        raise TrainingError(
-            f"epoch {epoch}: all {skipped} steps were skipped, because "
-            "the loss or its gradient was not finite: nothing was trained. Lower the learning rate, or look for "
-            "bad values in the data"
-        )
     if not skipped:
         raise UsageError(
             f"epoch {epoch}: the weights of all examples sum to zero, so that nothing was "
             'trained: look at the "weight" that compute() returns'
+        )
+    if not searching:
+        raise TrainingError(
+            f"epoch {epoch}: all {skipped} steps were skipped, because "
+            "the loss or its gradient was not finite: nothing was trained. Lower the learning rate, or look for "
+            "bad values in the data"
         )

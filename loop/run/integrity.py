@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import time
 from pathlib import Path
 
 from callbacks import evaluate_beside, files
+from callbacks.arguments import is_whole
 from callbacks.mlflow.tracker import STATE
 from callbacks.run_record import journal, provenance
 from callbacks.run_record.record import ABOUT, is_run
@@ -21,7 +21,6 @@ from loop.errors import UsageError
 
 CHECKPOINTS = "checkpoints"
 _IN_CHECKPOINTS = re.compile(r"step-[0-9]{8,}(\.old)?(\.tmp)?|lost\+found|\..*")
-_MAY_BE_EVENT = re.compile(rb'"checkpoint"|"restore"')
 
 
 def check_files(directory: Path) -> None:
@@ -72,12 +71,8 @@ def _check_link(directory: Path) -> None:
 def check_checkpoints(directory: Path, about: Json) -> None:
     """Refuses a run directory whose checkpoints are lost: the run would start from step 0 without a warning.
 
-    Args:
-        directory: the run directory.
-        about: its `run.json`.
-
     Raises:
-        UsageError: it had a checkpoint, by its journal or `run.json`, and has none now.
+        UsageError: it had a checkpoint, by its journal or `run.json` (`about`), and has none now.
     """
     checkpoints = directory / CHECKPOINTS
     if checkpoint_files.complete(checkpoints):
@@ -87,7 +82,7 @@ def check_checkpoints(directory: Path, about: Json) -> None:
     if not lost and "checkpoint" not in about and not os.path.lexists(directory / journal.NAME):
         # The run.json of an older version, without a journal: it records the step alone.
         step = progress.get("step") if isinstance(progress, dict) else None
-        lost = f"step {step}" if isinstance(step, int) and step > 0 else ""
+        lost = f"step {step}" if is_whole(step, 1) else ""
     if lost:
         raise UsageError(
             f"the run in {directory} had the checkpoint {str(lost)[:80]!r}, and {_absence(checkpoints)}: bring it back "
@@ -97,23 +92,13 @@ def check_checkpoints(directory: Path, about: Json) -> None:
 
 def _recorded_checkpoint(directory: Path) -> str:
     """The last checkpoint in the journal since the run was started from step 0; "" if there is none."""
-    path = directory / journal.NAME
-    if not path.exists():
-        return ""
     last = ""
-    with files.reading(path) as file:
-        for line in files.lines(file):
-            if not _MAY_BE_EVENT.search(line):  # most lines needn't be parsed
-                continue
-            with contextlib.suppress(ValueError, RecursionError):
-                entry = json.loads(line)
-                event = entry.get("event") if isinstance(entry, dict) else None
-                # A restore that names a checkpoint goes on from it, which may be one that was never here (--resume
-                # PATH). A restore that names none has started the run from step 0.
-                if event == "checkpoint":
-                    last = entry.get("checkpoint") or ""
-                elif event == "restore" and not entry.get("checkpoint"):
-                    last = ""
+    for entry, _ in journal.read(directory / journal.NAME, events=("checkpoint", "restore")):
+        # A restore that names a checkpoint goes on from it, which may be one that was never here (--resume PATH). A
+        # restore that names none has started the run from step 0.
+        event = entry.get("event")
+        if event == "checkpoint" or (event == "restore" and not entry.get("checkpoint")):
+            last = entry.get("checkpoint") or ""
     return last
 
 

@@ -25,10 +25,7 @@ def each_once(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def other_number(kind: str, own: int, tensors: Mapping[str, np.ndarray]) -> str:
     """The message for a checkpoint that has more or fewer variables of a kind than the task builds.
 
-    Args:
-        kind: such as "model" or "optimizer".
-        own: the number of variables that the task builds.
-        tensors: the tensors of this kind in the checkpoint, by name.
+    `kind` is "model" or "optimizer", say; `tensors` are those of this kind in the checkpoint, by name.
     """
     problem = f"the checkpoint has {len(tensors)} {kind} variables, but the task builds {own}: "
     if len(tensors) > own == len(each_once(tensors)):

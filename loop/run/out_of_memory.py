@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import tensorflow as tf
@@ -15,18 +16,13 @@ if TYPE_CHECKING:
     from loop.run.run import Run
 
 # `ResourceExhaustedError` is also raised for a message that is too long: its text must have one of these.
-_SIGNS = ("OOM", "out of memory", "failed to allocate", "allocat")
+_SIGNS = re.compile("OOM|out of memory|allocat")
 
 
 def translated(run: Run, error: BaseException) -> OutOfMemoryError | None:
-    """The error to raise instead, if a step had too little memory; else None.
-
-    Args:
-        run: the run.
-        error: what ended it.
-    """
+    """The error to raise instead of what has ended the run, if a step had too little memory; else None."""
     # MemoryError: of the host, for example when arrays are read.
-    exhausted = isinstance(error, tf.errors.ResourceExhaustedError) and any(sign in str(error) for sign in _SIGNS)
+    exhausted = isinstance(error, tf.errors.ResourceExhaustedError) and _SIGNS.search(str(error))
     if not (exhausted or isinstance(error, MemoryError)):
         return None
     why = message_of(error)

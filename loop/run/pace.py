@@ -16,11 +16,7 @@ MOST_STEPS = 1 << 31
 
 
 class Pace:
-    """Finds the number of steps that take about `CALL_SECONDS`, or a few slow ones; or keeps to a given number.
-
-    Args:
-        steps_per_call: `"auto"`, or the number of steps.
-    """
+    """Finds the number of steps that take about `CALL_SECONDS`, or a few slow ones; or keeps to a given number."""
 
     def __init__(self, steps_per_call: int | str) -> None:
         self._auto = steps_per_call == "auto"

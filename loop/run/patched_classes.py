@@ -23,9 +23,7 @@ def patched(kind: type, source: str | None) -> dict[str, dict[str, str]]:
     """The digests of attributes that aren't what the code of their class says, by the class's place in the order of
     inheritance, and by name: two classes of one name may stand there.
 
-    Args:
-        kind: the task's class.
-        source: the text of the module that has it; None: the file of each class's module.
+    `source` is the text of the module that has the class; None: the file of each class's module.
     """
     found: dict[str, dict[str, str]] = {}
     for place, base in enumerate(kind.__mro__):
@@ -49,7 +47,7 @@ def _definition(kind: type, source: str | None) -> ast.ClassDef | None:
             source = Path(path).read_text()
         nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
         named = [node for node in nodes if node.name == kind.__name__]
-        return named[-1] if named else None
+        return next(reversed(named), None)
     return None
 
 

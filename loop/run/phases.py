@@ -6,6 +6,7 @@ A run without phases has one, as long as `epochs` or `steps` say. Imports no Ten
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from loop.checkpoint.array_files import Json
 from loop.options import Options, Phase
@@ -37,10 +38,7 @@ class Place:
 class Plan:
     """The phases of a run, and its place among them.
 
-    Args:
-        phases: of the task; none: one phase without a name, as long as the options say.
-        options: those of `fit`.
-        progress: the position of the run.
+    Where the task has none, there is one without a name, as long as the options say.
     """
 
     def __init__(self, phases: list[Phase], options: Options, progress: Progress) -> None:
@@ -71,37 +69,31 @@ class Plan:
         return self._progress.step == self.place.step
 
     @property
-    def steps_left(self) -> int | None:
-        """How many steps are left of a phase whose length is a number of steps, else None."""
-        return None if self.phase.steps is None else self.place.step + self.phase.steps - self._progress.step
+    def steps_left(self) -> float:
+        """How many steps are left of a phase whose length is a number of steps; of another one, infinitely many."""
+        return math.inf if self.phase.steps is None else self.place.step + self.phase.steps - self._progress.step
+
+    @property
+    def epochs_left(self) -> float:
+        """How many epochs are left of a phase whose length is a number of epochs; of another one, infinitely many."""
+        return math.inf if self.phase.epochs is None else self.place.epoch + self.phase.epochs - self._progress.epoch
 
     @property
     def at_last_step(self) -> bool:
         """Whether all steps of a phase whose length is a number of steps have been made."""
-        return self.steps_left is not None and self.steps_left <= 0
-
-    @property
-    def in_last_epoch(self) -> bool:
-        """Whether the epoch under way is the last one of a phase whose length is a number of epochs."""
-        return self.phase.epochs is not None and self._progress.epoch + 1 == self.place.epoch + self.phase.epochs
+        return self.steps_left <= 0
 
     @property
     def over(self) -> bool:
         """Whether the phase is at its end."""
-        epochs = self.phase.epochs
-        all_epochs = epochs is not None and self._progress.epoch >= self.place.epoch + epochs
-        return self.place.ended or self.at_last_step or all_epochs
+        return self.place.ended or self.at_last_step or self.epochs_left <= 0
 
     def advance(self) -> None:
         """Goes to the next phase, from here on."""
         self.place = Place(self.place.index + 1, self._progress.step, self._progress.epoch)
 
     def total_steps(self, steps_per_epoch: int | None) -> int | None:
-        """The step at which the run ends, where that is known: the data of a later phase isn't opened yet.
-
-        Args:
-            steps_per_epoch: of the phase that the run is in; None: not known.
-        """
+        """The step at which the run ends, where that is known: the data of a later phase isn't opened yet."""
         total = self.place.step
         for phase in self.phases[self.place.index :]:
             if phase.steps is not None:

@@ -24,8 +24,7 @@ class Progress:
 
     def restore(self, stored: Mapping[str, int]) -> None:
         """Takes the position of a checkpoint, into this object: other parts of the run hold it, too."""
-        for name, value in dataclasses.asdict(Progress(**stored)).items():
-            setattr(self, name, value)
+        vars(self).update(vars(Progress(**stored)))
 
     def add(self, steps: int, examples: int) -> None:
         """Counts the steps of a call, and their examples."""

@@ -10,11 +10,7 @@ from loop.errors import TrainingError
 def check_same(names: Iterable[str], fingerprints: Mapping[int, list[str]], local_replicas: int, step: int) -> None:
     """Raises an error where a variable isn't the same in all replicas.
 
-    Args:
-        names: of the variables.
-        fingerprints: the hashes of the variables, in that order, by replica.
-        local_replicas: how many replicas a worker has.
-        step: of the run.
+    `fingerprints` has the hashes of the variables, in the order of the names, by replica.
 
     Raises:
         TrainingError: which variable differs, and where.
@@ -22,7 +18,8 @@ def check_same(names: Iterable[str], fingerprints: Mapping[int, list[str]], loca
     for index, name in enumerate(names):
         hashes = [of_replica[index] for of_replica in fingerprints.values()]
         # What most have is taken for right, so that the message names the few that differ.
-        expected = _most_common(hashes)
+        # Of several such hashes, the chief's if it is one of them.
+        expected = max(hashes, key=lambda value: (hashes.count(value), value == hashes[0]))
         differing = []
         for replica, value in enumerate(hashes):
             if value != expected:
@@ -33,8 +30,3 @@ def check_same(names: Iterable[str], fingerprints: Mapping[int, list[str]], loca
                 "code that depends on the rank, for a variable that is changed outside of the step, and at the "
                 "hardware; `tfloop verify` tries the task itself"
             )
-
-
-def _most_common(hashes: list[str]) -> str:
-    """The hash that most replicas have; of several such hashes, the chief's if it is one of them."""
-    return max(hashes, key=lambda value: (hashes.count(value), value == hashes[0]))

@@ -125,12 +125,9 @@ def _evaluated_best(run: Run) -> history.Row:
 
 
 def check_is_path(path: object, call: str, others: str = "") -> None:
-    """Refuses what is no path of a run, such as the result of `fit` itself.
+    """Refuses what is no path of a run, such as the result of `fit` itself, that was given to the function `call`.
 
-    Args:
-        path: what was given.
-        call: the function that it was given to, for the message.
-        others: what else that function takes, for the message.
+    `others` is what else that function takes.
 
     Raises:
         UsageError: it is no path.
@@ -164,10 +161,8 @@ def result(run: Run) -> FitResult:
     metrics = dict(run.history[-1]) if run.history else {}
     if best_step is not None:
         # The row of its epoch, which may have ended later.
-        for row in reversed(run.history):
-            if row["step"] >= best_step:
-                metrics = dict(row)
-        metrics |= run.run_status.best_metrics
+        row = next((row for row in run.history if row["step"] >= best_step), metrics)
+        metrics = row | run.run_status.best_metrics
     # Position, not metrics: the result has it in fields of its own.
     for name in COUNTERS:
         metrics.pop(name, None)

@@ -72,11 +72,6 @@ class Run(CallbackView):
         self.decision = Decision()
 
     @property
-    def at_last_step(self) -> bool:
-        """Whether the number of steps that was asked for, in this phase, has been made."""
-        return self.plan.at_last_step
-
-    @property
     def phase_over(self) -> bool:
         """Whether all of the phase has been made, and evaluated."""
         return not self.epoch.evaluating and self.plan.over
@@ -89,7 +84,7 @@ class Run(CallbackView):
     @property
     def at_epoch_end(self) -> bool:
         """Whether the epoch is complete, or the last step has been made within it."""
-        return self.epoch.ended or self.at_last_step
+        return self.epoch.ended or self.plan.at_last_step
 
     # Errors and agreement
 
@@ -100,8 +95,7 @@ class Run(CallbackView):
     def synchronize(self, steps: int = 1) -> Decision:
         """All workers exchange errors, signals and wishes, and agree on what follows: one collective if all is well.
 
-        Args:
-            steps: how many steps the next call is to have; the chief's number counts.
+        The next call is to have so many steps; the chief's number counts.
 
         Raises:
             Exception: this worker's error, or a `PeerError` that names the rank and error of another.
@@ -210,7 +204,7 @@ class Run(CallbackView):
         if every == "never" or self.epoch.evaluated_at.get(name) == step:
             return False
         # The end of the training, or of a phase, is always evaluated.
-        if self.at_last_step or (self.epoch.ended and self.plan.in_last_epoch):
+        if self.plan.at_last_step or (self.epoch.ended and self.plan.epochs_left == 1):
             return True
         if isinstance(every, int):
             return step % every == 0

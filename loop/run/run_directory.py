@@ -10,9 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
-
-import numpy as np
+from typing import TypeAlias
 
 from callbacks.files import fsync_directory, launch_path, read_json
 from callbacks.run_record.journal import jsonable
@@ -31,8 +29,8 @@ from loop.run import integrity, trust
 from loop.run.phases import recorded_batch_size
 from loop.run.run import Run
 from loop.run.session import index_of
+from loop.run.state import Arrays, scatter, stored_history, stream_of
 from loop.run.state import restore as restore_state
-from loop.run.state import scatter, stored_history, stream_of
 from loop.target import task_loader
 from loop.task import TrainTask, target_of, without_computed
 
@@ -94,13 +92,9 @@ def _taken(
 
 
 def _prepare(task: TrainTask, run_dir: str | Path | None, resume: str | Path, in_memory: bool) -> Path:
-    """Makes the run directory, or checks an existing one.
+    """Makes the run directory, or checks an existing one; None: a new one below `runs/`.
 
-    Args:
-        task: the task.
-        run_dir: the directory; None: a new one below `runs/`.
-        resume: the option.
-        in_memory: whether the run goes on from a snapshot in memory, so that there may be no checkpoint.
+    A run that goes on from a snapshot `in_memory` may have no checkpoint.
     """
     name = type(task).__name__
     directory = launch_path(run_dir or new_name(name)).resolve()
@@ -150,30 +144,10 @@ def _make_writable(directory: Path) -> None:
         ) from None
 
 
-class Restored(NamedTuple):
-    """A checkpoint, as the chief has read it.
-
-    Attributes:
-        path: of the checkpoint.
-        state: its manifest, with the history.
-        adopted: the options that have changed since.
-        tensors: its tensors, by name.
-    """
-
-    path: Path
-    state: Json
-    adopted: list[str]
-    tensors: dict[str, np.ndarray]
-
-
 def restore(run: Run, enter_phase: Callable[[], None]) -> Path | None:
-    """Takes the run to the position of its checkpoint, if it has one.
+    """Takes the run, in its first phase, to the position of its checkpoint, if it has one.
 
     The chief reads the files. The other workers get the position from it, and the variables by a broadcast.
-
-    Args:
-        run: the run, at the start of its first phase.
-        enter_phase: takes it to the next phase.
 
     Returns:
         The checkpoint; None: the run starts from step 0.
@@ -181,18 +155,17 @@ def restore(run: Run, enter_phase: Callable[[], None]) -> Path | None:
     Raises:
         UsageError: the checkpoint is of other settings or another model. (On all workers, by `Run.synchronize`.)
     """
-    read = None
+    found = None
+    tensors = None
     if run.backend.is_chief:
         with run.defer_errors():
-            read = _read(run)
+            found, tensors = _read(run)
     run.synchronize()
 
-    answer = None if read is None else [str(read.path), read.state, read.adopted]
-    answer = run.backend.broadcast_json(answer)
-    if answer is None:
+    found = run.backend.broadcast_json(found)
+    if found is None:
         return None
-    path, state, adopted = answer
-    tensors = None if read is None else read.tensors
+    path, state, adopted = found
     with run.defer_errors(), of_a_run(path):
         # Phase by phase, as in training: what a phase freezes decides which variables the optimizer has.
         for _ in range(index_of(state, run.task)):
@@ -212,19 +185,23 @@ def restore(run: Run, enter_phase: Callable[[], None]) -> Path | None:
     return Path(path)
 
 
-def _read(run: Run) -> Restored | None:
-    """On the chief: the checkpoint to go on from, or the snapshot that an elastic job has in memory."""
+def _read(run: Run) -> tuple[tuple[str, Json, list[str]] | None, Arrays | None]:
+    """On the chief: the checkpoint to go on from, or the snapshot that an elastic job has in memory.
+
+    Returns:
+        Its path, its manifest with the history, and the options that have changed since; and its tensors.
+    """
     kept = run.backend.member and run.backend.member.kept
     located = (kept.path, kept.state) if kept else _find(run)
     if located is None:
-        return None
+        return None, None
     path, state = located
     with of_a_run(path):
         adopted = _compare(run, path, state)
     tensors = arrays(kept.tensors) if kept else checkpoint_files.read(path, state)
     with of_a_run(path):
         state["history"] = jsonable(stored_history(path, state))
-    return Restored(path, state, adopted, tensors)
+    return (str(path), state, adopted), tensors
 
 
 @contextlib.contextmanager
@@ -257,7 +234,7 @@ def newest(paths: list[Path]) -> Located | None:
 def locate_weights(path: Path) -> Located:
     """The checkpoint whose weights are the result of a run: the best if the run keeps it, else as `locate`."""
     last, last_state = locate(path)
-    step = last_state["best"]["step"] if "best" in last_state else last_state["step"]
+    step = last_state.get("best", last_state)["step"]
     # A checkpoint that was named itself is taken as it is.
     if last == path or step == last_state["step"]:
         return last, last_state
@@ -382,16 +359,9 @@ def differences(pairs: Pairs) -> list[str]:
 
 def _changed(pairs: Pairs) -> Pairs:
     """The pairs whose values differ."""
-    changed = {}
-    for name, (was, is_) in pairs.items():
-        if _differ(was, is_):
-            changed[name] = (was, is_)
-    return changed
-
-
-def _differ(was: object, is_: object) -> bool:
-    """Whether two recorded values differ.
-
-    Secrets aren't recorded, not even hashed, so they can't be compared: a password may change between two attempts.
-    """
-    return was != is_ and HIDDEN not in json.dumps([was, is_], default=str)
+    # Secrets aren't recorded, not even hashed, and can't be compared: a password may change between two attempts.
+    return {
+        name: (was, is_)
+        for name, (was, is_) in pairs.items()
+        if was != is_ and HIDDEN not in json.dumps([was, is_], default=str)
+    }

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.checkpoint.writer import arrays
-from loop.data import Source
+from loop.data import Source, count
 from loop.errors import UsageError, message_of
 from loop.model.variables import all_variables, carried_variables, model_variables
 from loop.run.state import AVERAGES, assign, averaged, named_variables, numbered
@@ -22,7 +22,7 @@ from loop.step.example_trace import of_size, put_back
 from loop.step.replica import probing
 from loop.step.sharding import SlicedVariable
 from loop.step.tracing import as_written
-from loop.task import Batch, Model, TrainTask
+from loop.task import Batch, Model, ModelCalls, TrainTask
 
 if TYPE_CHECKING:
     from loop.run.run import Run
@@ -68,12 +68,9 @@ def export_run(run: Run, out: Path) -> tuple[ServedArrays, ServedArrays]:
 
 
 def served_by(task: TrainTask, built: BuiltModel, source: Source) -> Served:
-    """The model as `compute` calls it. If examples are padded, the axes whose length padding decides are open.
+    """The model as `compute` calls it, with examples of `source`.
 
-    Args:
-        task: the task.
-        built: its model.
-        source: the data whose examples show what the inputs are.
+    If examples are padded, the axes whose length padding decides are open.
     """
     args, kwargs = call_of(task, built.model, examples_for(built, source.example))
     return Served(built.model, args, kwargs, _longer_shapes(task, built, source))
@@ -84,44 +81,24 @@ def _longer_shapes(task: TrainTask, built: BuiltModel, source: Source) -> list[t
     longer = source.longer_example()
     if longer is None:
         return []
-    try:
+    with contextlib.suppress(ValueError, tf.errors.InvalidArgumentError):  # a model that takes no other length
         call = call_of(task, built.model, examples_for(built, longer))
-    except (ValueError, tf.errors.InvalidArgumentError):  # a model that takes no other length
-        return []
-    return [tensor.shape for tensor in named_tensors(call, "input").values()]
+        return [tensor.shape for tensor in named_tensors(call, "input").values()]
+    return []
 
 
 def call_of(task: TrainTask, model: Model, batch: Batch) -> Arguments:
     """The arguments with which `compute` calls the model first, on a batch that is evaluated."""
-    kind = type(model)
-    calls: list[Arguments] = []
-    if callable(model):
-        original = kind.__call__
-
-        def listening(self: Model, *args: Any, **kwargs: Any) -> Any:
-            if self is model:
-                calls.append((args, kwargs))
-            return original(self, *args, **kwargs)
-
-        # On the class, where Python looks up `model(...)`; it is put back as it was, or removed if it was inherited.
-        own = "__call__" in vars(kind)
-        kind.__call__ = listening
-        try:
-            # What the call changes in the model, such as a counter of seeds, is put back.
-            state = [*model_variables(model), *carried_variables(model)]
-            with probing(int(tf.shape(tf.nest.flatten(batch)[0])[0])), put_back(state):
-                task.compute(model, batch, training=False)
-        finally:
-            if own:
-                kind.__call__ = original
-            else:
-                del kind.__call__
-    if not calls:
+    # What the call changes in the model, such as a counter of seeds, is put back.
+    state = [*model_variables(model), *carried_variables(model)]
+    with ModelCalls(model) as calls, probing(int(count(batch))), put_back(state):
+        task.compute(model, batch, training=False)
+    if not calls.arguments:
         raise UsageError(
             f"compute() of {type(task).__name__} never calls the model as model(...), so that its inputs aren't known: "
             "give the model a __call__ and use it there, or export its weights to a file *.npz"
         )
-    return calls[0]
+    return calls.arguments[0]
 
 
 class Served(tf.Module):
@@ -153,8 +130,7 @@ class Served(tf.Module):
         self._other_shapes = Hidden(list(other_shapes))
         specs = {name: self._spec(index, leaf, name) for index, (name, leaf) in enumerate(inputs.items())}
         self._specs = Hidden(specs)
-        signature = [specs if len(specs) > 1 else next(iter(specs.values()))]
-        self.serve = tf.function(self._serve, input_signature=signature, autograph=False)
+        self.serve = tf.function(self._serve, input_signature=[_as_served(specs)], autograph=False)
 
     def _spec(self, index: int, leaf: tf.Tensor, name: str) -> tf.TensorSpec:
         """The shape of an input: any number of examples, and open axes where the model leaves them open."""
@@ -162,7 +138,7 @@ class Served(tf.Module):
         shape = tf.TensorShape([None, *leaf.shape[1:]] if leaf.shape.rank else [])  # a scalar has no axis of examples
         others = self._other_shapes.value
         if len(others) == len(self._inputs.value) and others[index].rank == shape.rank:
-            shape = _common_shape(shape, others[index])
+            shape = shape.most_specific_common_supertype([others[index]])  # open in the axes that differ
         # The model's own shape wins, if its inputs are those of this call.
         if len(known) == len(self._inputs.value) and tf.TensorShape(known[index]).is_compatible_with(leaf.shape):
             shape = tf.TensorShape(known[index])
@@ -175,11 +151,7 @@ class Served(tf.Module):
 
     def call(self, inputs: dict[str, tf.Tensor]) -> Outputs:
         """The model's outputs."""
-        # In the order of the names, which is that of the tensors in the arguments.
-        tensors = iter([inputs[name] for name in self._inputs.value])
-        args, kwargs = keras.tree.map_structure(
-            lambda leaf: next(tensors) if tf.is_tensor(leaf) else leaf, self._call.value
-        )
+        args, kwargs = self._with_inputs(map(inputs.__getitem__, self._inputs.value))
         return plain_outputs(as_written(called)(self.model, args, kwargs))
 
     def named_function(self) -> tf.types.experimental.PolymorphicFunction:
@@ -194,12 +166,11 @@ class Served(tf.Module):
 
     def named_example(self) -> dict[str, np.ndarray]:
         """The examples that it was made with, by the name of the input."""
-        return {name: tensor.numpy() for name, tensor in self._inputs.value.items()}
+        return arrays(self._inputs.value)
 
     def example(self) -> ServedArrays:
         """The examples that it was made with, as `serve` takes them."""
-        by_name = arrays(self._inputs.value)
-        return by_name if len(by_name) > 1 else next(iter(by_name.values()))
+        return _as_served(self.named_example())
 
     def outputs(self) -> ServedArrays:
         """The outputs of `serve` for these examples."""
@@ -207,10 +178,17 @@ class Served(tf.Module):
 
     def skeleton(self) -> object:
         """The arguments of the model as JSON values; an input is `{"input": name}`."""
-        names = iter(self._inputs.value)
-        return keras.tree.map_structure(
-            lambda leaf: {"input": next(names)} if tf.is_tensor(leaf) else leaf, self._call.value
-        )
+        return self._with_inputs({"input": name} for name in self._inputs.value)
+
+    def _with_inputs(self, values: Iterator[object]) -> Arguments:
+        """The arguments of the model with these values for its inputs, in the order of their names."""
+        # That is the order of the tensors in the arguments, too.
+        return keras.tree.map_structure(lambda leaf: next(values) if tf.is_tensor(leaf) else leaf, self._call.value)
+
+
+def _as_served(named: dict[str, T]) -> T | dict[str, T]:
+    """Several values by name as they are; one without its name."""
+    return named if len(named) > 1 else next(iter(named.values()))
 
 
 class Hidden(Generic[T]):
@@ -218,14 +196,6 @@ class Hidden(Generic[T]):
 
     def __init__(self, value: T) -> None:
         self.value = value
-
-
-def _common_shape(shape: tf.TensorShape, other: tf.TensorShape) -> tf.TensorShape:
-    """The shape with those axes open in which another one differs."""
-    sizes = []
-    for size, other_size in zip(shape, other, strict=True):
-        sizes.append(size if size == other_size else None)
-    return tf.TensorShape(sizes)
 
 
 def called(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -33,16 +33,12 @@ class Session:
     """What a task is trained or used with, in the phase that it is in: data, model, optimizer and compiled step.
 
     Args:
-        task: the task.
-        backend: the backend.
         options: those of `fit`, the same in all phases.
         index: of the phase that is entered. The phases before it are entered, too, in order.
         trained_on: for a model that isn't trained here, the number of replicas on which it was trained.
         change: replaces the data that the task returns, for example by a part of it.
 
     Attributes:
-        task: the task.
-        backend: the backend.
         options: those of `fit`, which callbacks may change in `on_setup`.
         index: of the phase.
         phase_options: the same, with what the phase has of its own.
@@ -120,11 +116,9 @@ class Session:
         return likely_rows(self.phase_options, self._trained_on, replicas)
 
     def make_step(self, data: Data | None = None, observer: StepObserver | None = None) -> TrainStep:
-        """Makes the compiled step of the phase.
+        """Makes the compiled step of the phase; `observer` is called with what each step computes.
 
-        Args:
-            data: sharded sources; None: those of the task, sharded as in a run by default.
-            observer: is called with what each step computes.
+        `data` are sharded sources; None: those of the task, sharded as in a run by default.
         """
         if data is None:
             data = self.data.sharded(self.backend, ShardData().policy)
@@ -136,8 +130,7 @@ class Session:
     def steps(self, epochs: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
         """Makes one step after the other, from the start of the data on: how each ended, and its totals.
 
-        Args:
-            epochs: passes over the data; None: without end.
+        It makes so many passes over the data; None: without end.
         """
         source = self.step.data.train
         iterator = source.start(0, 0)

@@ -67,16 +67,13 @@ class WorkerParts:
 def gathered(run: Run, keep: bool) -> Arrays:
     """The whole values of the variables of which each replica has a slice, by name. All workers must call it.
 
-    Args:
-        run: the run.
-        keep: whether this worker needs them: else it gets none.
+    Without `keep`, this worker doesn't need them, and gets none.
     """
     values = {}
-    for name, variable in named_variables(run).items():
-        if isinstance(variable, SlicedVariable):
-            value = variable.gathered(run.backend)  # a collective: also on workers that don't keep it
-            if keep:
-                values[name] = value
+    for name, variable in sliced_variables(run).items():
+        value = variable.gathered(run.backend)  # a collective: also on workers that don't keep it
+        if keep:
+            values[name] = value
     return values
 
 
@@ -84,11 +81,10 @@ def in_parts(run: Run) -> tuple[dict[str, InParts], dict[str, tf.Tensor | np.nda
     """For the variables of which each replica has a slice: their stand-ins, and this worker's slices; by name."""
     places = {}
     part = {}
-    for name, variable in named_variables(run).items():
-        if isinstance(variable, SlicedVariable):
-            part[name] = variable.own(run.backend)
-            elements = part[name].shape[0]
-            places[name] = InParts(np.dtype(variable.dtype.as_numpy_dtype), tuple(variable.shape), elements)
+    for name, variable in sliced_variables(run).items():
+        part[name] = variable.own(run.backend)
+        elements = part[name].shape[0]
+        places[name] = InParts(np.dtype(variable.dtype.as_numpy_dtype), tuple(variable.shape), elements)
     return places, part
 
 
@@ -97,9 +93,7 @@ def snapshot(
 ) -> tuple[dict[str, tf.Tensor | np.ndarray | InParts], Json]:
     """The state of a run: its tensors by name, and JSON values. `streams` and the history aren't in it.
 
-    Args:
-        run: the run.
-        whole: what `gathered` has returned, or the first that `in_parts` has.
+    `whole` is what `gathered` has returned, or the first that `in_parts` has.
     """
     tensors: dict[str, tf.Tensor | np.ndarray | InParts] = {}
     for name, variable in named_variables(run).items():
@@ -159,9 +153,7 @@ def streams(run: Run) -> Arrays:
 def stream_of(run: Run, tensors: Arrays | None) -> np.ndarray | None:
     """The state of this worker's iterator in a checkpoint, or None. All workers must call it.
 
-    Args:
-        run: the run.
-        tensors: those of the checkpoint, on the chief; None on the other workers.
+    The tensors of the checkpoint are given on the chief; None on the other workers.
     """
     states, _ = split(tensors or {}, STREAM)
     stored = int(run.backend.exchange(len(states))[0, 0])
@@ -196,9 +188,7 @@ def worker_state(run: Run) -> Json:
 def gather(run: Run, fault_point: str | None = None) -> WorkerParts | None:
     """What a checkpoint has of each worker; None on all, if one of them has failed. All workers must call it.
 
-    Args:
-        run: the run.
-        fault_point: the name of the point at which a test may have this worker fail.
+    At `fault_point`, a test may have this worker fail.
     """
     parts = None
     with run.defer_errors():  # the other workers wait for this one in the collectives below
@@ -213,11 +203,8 @@ def gather(run: Run, fault_point: str | None = None) -> WorkerParts | None:
 def restore(run: Run, tensors: Arrays | None, state: Json, adopted: Sequence[str] = ()) -> None:
     """Takes a run back to a snapshot.
 
-    Args:
-        run: the run.
-        tensors: those of the snapshot, on the chief; None on the other workers, which get them by a broadcast.
-        state: the manifest of the snapshot.
-        adopted: the options that have changed, and take effect on what was restored.
+    The chief has its tensors; None on the other workers, which get them by a broadcast. `adopted` are the options that
+    have changed, and take effect on what was restored.
     """
     if tensors is not None:
         _, values = split(tensors, STREAM)
@@ -229,7 +216,8 @@ def restore(run: Run, tensors: Arrays | None, state: Json, adopted: Sequence[str
     run.progress.restore(state["progress"])
     run.epoch.restore(state)
     # Totals of other values, since `compute` was changed: the epoch's means are those of its other steps.
-    if "epoch_metrics" in state and state["epoch_metrics"] != run.step.metric_names():
+    names = run.step.metric_names()
+    if state.get("epoch_metrics", names) != names:
         run.epoch.clear_totals()
     run.epoch.drop_evaluations(run.evaluated_sets)
     if run.plan.named and "phase" in state:
@@ -248,15 +236,13 @@ def restore(run: Run, tensors: Arrays | None, state: Json, adopted: Sequence[str
 def scatter(run: Run, tensors: Arrays | None) -> None:
     """Gives each replica its slices of what was restored. All workers must call it.
 
-    Args:
-        run: the run.
-        tensors: those of the snapshot, on the chief; None on the other workers.
+    The tensors of the snapshot are given on the chief; None on the other workers.
     """
     _, values = split(tensors or {}, STREAM)
-    stored = list(values.values())
-    for index, variable in enumerate(named_variables(run).values()):
-        if isinstance(variable, SlicedVariable):
-            variable.scatter(run.backend, stored[index] if stored else None)  # a collective
+    # By position, as in `assign`; not strict, since the other workers have no values.
+    stored = dict(zip(named_variables(run), values.values(), strict=False))
+    for name, variable in sliced_variables(run).items():
+        variable.scatter(run.backend, stored.get(name))  # a collective
 
 
 def adopt(run: Run, state: Json) -> None:
@@ -337,18 +323,15 @@ def named_variables(run: Run) -> dict[str, Variable]:
     return named | numbered("scale", run.step.scale.variables if run.step.scale else [])
 
 
-def saved_variables(run: Run) -> list[tf.Variable]:
-    """The variables that a checkpoint has, but for those of which each replica has a slice."""
-    return [variable for variable in named_variables(run).values() if not isinstance(variable, SlicedVariable)]
+def sliced_variables(run: Run) -> dict[str, SlicedVariable]:
+    """The variables of which each replica has a slice, by the names that they have in a checkpoint."""
+    return {name: variable for name, variable in named_variables(run).items() if isinstance(variable, SlicedVariable)}
 
 
-def replicated_names(run: Run) -> list[str]:
-    """The names of the variables that are the same in all replicas."""
-    names = []
-    for name, variable in named_variables(run).items():
-        if not isinstance(variable, SlicedVariable):
-            names.append(name)
-    return names
+def whole_variables(run: Run) -> dict[str, tf.Variable]:
+    """The other variables, which are the same in all replicas, by the names that they have in a checkpoint."""
+    sliced = sliced_variables(run)
+    return {name: variable for name, variable in named_variables(run).items() if name not in sliced}
 
 
 def averaged(tensors: Arrays) -> Arrays:
@@ -381,7 +364,7 @@ def assign(variables: Mapping[str, Variable], tensors: Arrays) -> None:
             raise UsageError(other_number(kind, own[kind], split(tensors, f"{kind}/")[0]))
     # By position: the names that Keras gives depend on what else a process has built.
     for (name, variable), (other, value) in zip(variables.items(), tensors.items(), strict=True):
-        if tuple(variable.shape) != value.shape or variable.dtype.as_numpy_dtype != value.dtype:
+        if (tuple(variable.shape), variable.dtype.as_numpy_dtype) != (value.shape, value.dtype):
             raise UsageError(
                 f"variable {name} is {variable.dtype.name}{list(variable.shape)}, but {other} in the checkpoint is "
                 f"{value.dtype.name}{list(value.shape)}: the task builds another model than the one that was saved"

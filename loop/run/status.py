@@ -22,6 +22,8 @@ from callbacks.run_record.redaction import redact, tell
 from loop.backends.host_collectives import fingerprint
 from loop.checkpoint.array_files import Json
 from loop.checkpoint.store import mirror
+from loop.data import evaluation_sets
+from loop.launch.machine import usable_cpus
 from loop.model.variables import parameters
 from loop.run.agreement import Decision
 from loop.run.phases import as_json
@@ -129,7 +131,7 @@ def describe(run: Run) -> Json:
         # What may change the bits of a result: a resumed run tells what is different of it.
         "versions": _versions(backend.name),
         "machine": {
-            "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cpus": usable_cpus(),
             "intra_op_threads": tf.config.threading.get_intra_op_parallelism_threads(),
             "inter_op_threads": tf.config.threading.get_inter_op_parallelism_threads(),
             "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", ""),
@@ -156,7 +158,7 @@ def _fingerprints(run: Run) -> Json:
     facts = {}
     sources = {"train": data.train}
     for name, source in data.evaluated.items():
-        sources[f"eval_{name}" if name else "eval"] = source
+        sources[evaluation_sets.prefix(name).removesuffix("_")] = source
     for name, source in sources.items():
         first = [np.asarray(tensor) for tensor in tf.nest.flatten(source.example)]
         size = getattr(source, "size", None)  # a stream has none

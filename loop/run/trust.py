@@ -27,30 +27,16 @@ MOST = 2000
 def note(directory: Path, target: str | None, plan: object = None) -> None:
     """Records that this user has started a run in a directory. Best effort: without it, `--target` must be given.
 
-    Args:
-        directory: the run directory, or that of a sweep.
-        target: the target of the task, with an absolute path; None: the task can't be named.
-        plan: of a sweep, what is done when it is resumed.
+    `target` is that of the task, with an absolute path; None: the task can't be named. Of a sweep, `plan` is what is
+    done when it is resumed.
     """
-    with contextlib.suppress(OSError, RuntimeError):  # there is no home directory, or it can't be written
-        records = _records()
-        records.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not _is_private(records):
-            return
-        if target is None:
-            # The entry of an earlier task would name other code than that of this run.
-            _entry(records, directory).unlink(missing_ok=True)
-            return
-        _write(records, directory, {"target": target, "plan": _digest(plan)})
+    # Without a target, the entry of an earlier task would name other code than that of this run.
+    _record(directory, {} if target is None else {"target": target, "plan": _digest(plan)})
 
 
 def note_store(directory: Path, uri: str) -> None:
     """Records that this user has delivered a run to a tracking store. Best effort."""
-    with contextlib.suppress(OSError, RuntimeError):
-        records = _records()
-        records.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if _is_private(records):
-            _write(records, directory, _recorded(directory) | {"store": uri})
+    _record(directory, _recorded(directory) | {"store": uri})
 
 
 def may_contact(directory: Path, uri: str) -> bool:
@@ -69,13 +55,9 @@ def target_of(path: Path) -> str | None:
 
 
 def known_target(run_dir: Path, recorded: object, task_target: str | None, trusted: bool = False) -> str:
-    """The target whose code may be imported for a run directory.
+    """The target whose code may be imported for a run directory, or a checkpoint.
 
-    Args:
-        run_dir: a run directory, or a checkpoint.
-        recorded: the target that it names.
-        task_target: the one that was typed, if any.
-        trusted: whether the one that it names may be imported.
+    It is the one that was typed; or the one `recorded` there, if that is `trusted`; or see `target_of`.
 
     Raises:
         UsageError: it isn't known.
@@ -112,25 +94,34 @@ def is_own_sweep(directory: Path, plan: object) -> bool:
 
 def _recorded(directory: Path) -> dict[str, object]:
     """The entry of a directory; empty if there is none."""
-    try:
+    with contextlib.suppress(OSError, RuntimeError):
         records = _records()
         real = directory.resolve()
-        entry = files.read_json(_entry(records, real)) if _is_private(records) else {}
-        # Also the inode: another directory may have been put at the same path.
-        same = entry.get("path") == str(real) and entry.get("inode") == real.stat().st_ino
-    except (OSError, RuntimeError):
-        return {}
-    return entry if same else {}
+        if _is_private(records):
+            entry = files.read_json(_entry(records, real))
+            # Also the inode: another directory may have been put at the same path.
+            if (entry.get("path"), entry.get("inode")) == (str(real), real.stat().st_ino):
+                return entry
+    return {}
 
 
-def _write(records: Path, directory: Path, what: dict[str, object]) -> None:
-    path = _entry(records, directory)
-    real = directory.resolve()
-    entry = {**what, "path": str(real), "inode": real.stat().st_ino, "time": time.time()}
-    with files.replacing(path, aside=files.hidden_name(path)) as file:
-        os.fchmod(file.fileno(), 0o600)
-        file.write(json.dumps(entry).encode())
-    _remove_old(records)
+def _record(directory: Path, what: dict[str, object]) -> None:
+    """Writes the entry of a directory, or removes it if it has nothing to say. Best effort."""
+    with contextlib.suppress(OSError, RuntimeError):  # there is no home directory, or it can't be written
+        records = _records()
+        records.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not _is_private(records):
+            return
+        path = _entry(records, directory)
+        if not what:
+            path.unlink(missing_ok=True)
+            return
+        real = directory.resolve()
+        entry = {**what, "path": str(real), "inode": real.stat().st_ino, "time": time.time()}
+        with files.replacing(path, aside=files.hidden_name(path)) as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(json.dumps(entry).encode())
+        _remove_old(records)
 
 
 def _records() -> Path:

@@ -35,6 +35,7 @@ from loop.target import cells
 from loop.target.fields import plain, set_fields
 from loop.target.fields import typed as typed_field
 from loop.task import Model, TrainTask, hyperparameters, target_of
+from loop.task import defaults as field_defaults
 
 SOURCE = "notebook_task.py"
 """The file in the run directory with the cells of a notebook that the task needs."""
@@ -48,14 +49,7 @@ def fit_in_workers(
     callbacks: Iterable[Callback] | None,
     run_dir: str | Path | None,
 ) -> FitResult:
-    """Trains a task with `tfloop train --workers N`, whose output is shown here.
-
-    Args:
-        task: the task.
-        given: the options that were passed to `fit`.
-        workers: how many.
-        callbacks: those that were passed to `fit`.
-        run_dir: the run directory; None: a new one.
+    """Trains a task with `tfloop train --workers N`, whose output is shown here; `given` are the options of `fit`.
 
     Returns:
         The result, with a model on one device that has the weights of the run.
@@ -95,10 +89,8 @@ def fit_in_workers(
 
 def _result(printed: Json, model: Model) -> FitResult:
     """The result, from what the command has printed."""
-    values: Json = {}
-    for field in dataclasses.fields(FitResult):  # the command prints more, and not the model
-        if field.name in printed:
-            values[field.name] = printed[field.name]
+    # The command prints more, and not the model.
+    values: Json = {field.name: printed[field.name] for field in dataclasses.fields(FitResult) if field.name in printed}
     # nan and infinities are texts in JSON.
     values["metrics"] = history.as_numbers(printed["metrics"])
     values["history"] = list(map(history.as_numbers, printed["history"]))
@@ -120,33 +112,27 @@ def _typed_options(task: TrainTask, given: Mapping[str, object]) -> list[str]:
     """
     typed = []
     for name, value in given.items():
-        flag = f"--{name.replace('_', '-')}"
+        flag = name.replace("_", "-")
         value = plain_numbers(value)
         if value is None:
             continue
-        # Other options that are off by default can't be typed as off.
-        if value is False and not _has_off(name) and task.defaults.get(name):
+        if value is True:
+            typed.append(f"--{flag}")
+        # Options that are on by default can be typed as off; and this one, which decides on examples.
+        elif value is False and (DEFAULTS[name] or name == "drop_remainder"):
+            typed.append(f"--no-{flag}")
+        elif value is False and task.defaults.get(name):
             raise UsageError(f"fit(workers=...) with {name}={value!r}: put it into the task's defaults instead")
-        if isinstance(value, bool):
-            typed += _typed_flag(name, flag, value)
-            continue
-        if isinstance(value, dict):
-            value = [f"{key}={pace}" for key, pace in value.items()]
-        if isinstance(value, list | tuple):
-            value = ",".join(map(str, value))
-        typed.append(f"{flag}={value}")
+        elif value is not False:
+            typed.append(f"--{flag}={_text(value)}")
     return typed
 
 
-def _typed_flag(name: str, flag: str, value: bool) -> list[str]:
-    if value:
-        return [flag]
-    return [f"--no-{flag.removeprefix('--')}"] if _has_off(name) else []
-
-
-def _has_off(name: str) -> bool:
-    """Whether an option can be typed as off: those that are on by default, and this one, which decides on examples."""
-    return bool(DEFAULTS[name]) or name == "drop_remainder"
+def _text(value: object) -> str:
+    """The value of an option as it is typed: several with commas between them."""
+    if isinstance(value, dict):
+        value = [f"{key}={pace}" for key, pace in value.items()]
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _typed_fields(task: TrainTask) -> list[str]:
@@ -156,12 +142,13 @@ def _typed_fields(task: TrainTask) -> list[str]:
         UsageError: one can't be typed.
     """
     defaults: dict[str, object] = {}
-    if dataclasses.is_dataclass(task) and _has_defaults(task):
+    usual = field_defaults(type(task)).values()
+    if usual and not any(value is dataclasses.MISSING for value in usual):
         defaults = hyperparameters(type(task)())
     typed = []
     changed = {}
     for name, value in hyperparameters(task).items():
-        if name in defaults and _equal(defaults[name], value):
+        if _equal(defaults.get(name, dataclasses.MISSING), value):
             continue
         if not isinstance(value, str | int | float | list | tuple | None):
             raise UsageError(
@@ -201,16 +188,6 @@ def _check_attributes(task: TrainTask, changed: Json) -> None:
                 f"fit(workers=...): {name} of this {kind} was set, but it is no field, and other processes make a "
                 f"{kind} of its fields alone: make {kind} a @dataclass with the field {name}"
             )
-
-
-def _has_defaults(task: TrainTask) -> bool:
-    fields: Any = dataclasses.fields(task)  # type: ignore[arg-type]
-    missing = dataclasses.MISSING
-    for field in fields:
-        has_default = field.default is not missing or field.default_factory is not missing
-        if field.init and not has_default:
-            return False
-    return True
 
 
 def _equal(one: object, other: object) -> bool:
