@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from callbacks.files import read_json
 from callbacks.throughput_probe import ThroughputProbe
+from callbacks.types import JsonObject
 from loop.commands import command_line, terminal, trial
 from loop.errors import TrainingError, UsageError
 
@@ -108,7 +109,7 @@ def bench(
     contenders = [Contender(OURS)]
     for name in (BY_HAND, KERAS):
         contenders += [Contender(name, 1), Contender(name, IN_ONE_CALL)]
-    size = batch_size  # if it isn't given, tfloop is asked, which is measured before the others
+    asked = {"target": target, "assignments": list(assignments), "batch_size": batch_size, "seconds": seconds}
     for number in range(rounds):
         for contender in contenders:
             if contender.problem:  # it would fail again
@@ -116,26 +117,19 @@ def bench(
             progress(f"{contender}, round {number + 1}")
             with tempfile.TemporaryDirectory(prefix="tfloop-bench-", ignore_cleanup_errors=True) as directory:
                 if contender.name == OURS:
-                    size = _measure_ours(contender, target, assignments, batch_size, seconds, Path(directory))
+                    # The others, which are measured later, have the batch size that this one has found.
+                    asked["batch_size"] = _measure_ours(contender, asked, Path(directory))
                 else:
-                    _measure_other(contender, target, assignments, size, seconds, Path(directory))
-    assert size is not None
-    return Report(target, size, rounds, contenders)
+                    _measure_other(contender, asked, Path(directory))
+    return Report(target, asked["batch_size"], rounds, contenders)
 
 
-def _measure_ours(
-    contender: Contender,
-    target: str,
-    assignments: Sequence[str],
-    batch_size: int | None,
-    seconds: float,
-    directory: Path,
-) -> int:
+def _measure_ours(contender: Contender, asked: JsonObject, directory: Path) -> int:
     """Measures tfloop; returns the batch size."""
-    probe = command_line.callback_option(ThroughputProbe, seconds)
+    probe = command_line.callback_option(ThroughputProbe, asked["seconds"])
     # On one device, as the contenders.
-    given = command_line.arguments({"batch_size": batch_size, "backend": "single"}, assignments, ())
-    code = trial.run([target, *given, *_ALWAYS, probe, f"--run-dir={directory / 'run'}"], directory)
+    given = command_line.arguments({"batch_size": asked["batch_size"], "backend": "single"}, asked["assignments"])
+    code = trial.run([asked["target"], *given, *_ALWAYS, probe, f"--run-dir={directory / 'run'}"], directory)
     speed = read_json(directory / "run" / "trial-0.json").get("examples_per_second")
     if code or not speed:
         raise (UsageError if code == 2 else TrainingError)(trial.problem(code, directory))
@@ -143,25 +137,10 @@ def _measure_ours(
     return int(read_json(directory / "run" / "run.json")["options"]["batch_size"])
 
 
-def _measure_other(
-    contender: Contender,
-    target: str,
-    assignments: Sequence[str],
-    batch_size: int | None,
-    seconds: float,
-    directory: Path,
-) -> None:
+def _measure_other(contender: Contender, asked: JsonObject, directory: Path) -> None:
     """Measures another contender. What can't be measured has its reason noted."""
-    asked = {
-        "target": target,
-        "assignments": list(assignments),
-        "batch_size": batch_size,
-        "contender": contender.name,
-        "steps": contender.steps,
-        "seconds": seconds,
-        "out": str(directory / "out.json"),
-    }
-    code = trial.run_module(_MODULE, [json.dumps(asked)], directory)
+    way = {"contender": contender.name, "steps": contender.steps, "out": str(directory / "out.json")}
+    code = trial.run_module(_MODULE, [json.dumps(asked | way)], directory)
     found = read_json(directory / "out.json")
     # Its own reason, if it had time to write one; else what the process has said.
     contender.problem = found.get("problem", "")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from callbacks.files import write_text
+from callbacks.types import JsonObject
 from loop.errors import UsageError
 from loop.launch import stderr
 
@@ -46,15 +47,12 @@ def main() -> None:
     write_text(Path(asked["out"]), json.dumps(found))
 
 
-def _speed(task: TrainTask, asked: dict[str, object]) -> float:
+def _speed(task: TrainTask, asked: JsonObject) -> float:
     """Examples per second, after a warm-up of half the time in which they are counted."""
-    batch_size, steps, seconds = asked["batch_size"], asked["steps"], asked["seconds"]
-    assert isinstance(batch_size, int)
-    assert isinstance(steps, int)
-    assert isinstance(seconds, float)
+    seconds = asked["seconds"]
     make = _by_hand if asked["contender"] == "by hand" else _keras  # see `bench.BY_HAND`
     _check(task)
-    train = make(task, batch_size, steps)
+    train = make(task, asked["batch_size"], asked["steps"])
     train()  # which compiles
     warm_at = time.monotonic() + seconds / 2
     while time.monotonic() < warm_at:
