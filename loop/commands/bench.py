@@ -109,7 +109,9 @@ def bench(
     contenders = [Contender(OURS)]
     for name in (BY_HAND, KERAS):
         contenders += [Contender(name, 1), Contender(name, IN_ONE_CALL)]
-    asked = {"target": target, "assignments": list(assignments), "batch_size": batch_size, "seconds": seconds}
+    asked: JsonObject = {
+        "target": target, "assignments": list(assignments), "batch_size": batch_size, "seconds": seconds,
+    }  # fmt: skip
     for number in range(rounds):
         for contender in contenders:
             if contender.problem:  # it would fail again

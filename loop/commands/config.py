@@ -100,9 +100,14 @@ def _typed(path: Path, name: str, value: object, option: Option) -> list[str]:
     kinds, what = _KINDS.get(option.kind, _OF_TEXT)
     if not _plain(value, kinds) or (isinstance(value, str) and not value.isprintable()):
         raise UsageError(f"--config {path}: {name} = {shown(value)}: give {what}")
+    return words(name, value, option)
+
+
+def words(name: str, value: object, option: Option) -> list[str]:
+    """The words of a command line that give an option a value."""
     if value is True:
         return [f"--{name}"]
-    if value is False:
+    if value is False:  # without a word for it, an option is off when it isn't typed
         return [option.off] if option.off else []
     return [f"--{name}={value}"]
 

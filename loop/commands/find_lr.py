@@ -28,8 +28,6 @@ from loop.step import approximations
 from loop.step.train_step import NOT_FINITE
 from loop.task import Optimizer, TrainTask
 
-FORMS = (".json", ".png", ".svg")
-"""The formats that `write` can write, as endings of the file's name."""
 _DECAY = 0.9
 """The weight of the old average in the moving average of losses."""
 _DIVERGED = 4.0

@@ -10,7 +10,6 @@ import random
 import secrets
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,12 +21,11 @@ from loop.checkpoint import checkpoint_files
 from loop.checkpoint.store import address
 from loop.commands import command_line
 from loop.errors import BAD_INPUT, TrainingError, UsageError
+from loop.launch import warm_start
 
 MARK = "TFLOOP_CHAOS"
 """The environment variable that marks all processes of an attempt, even those whose parent has ended."""
 WRITING, STARTING, TRAINING = KINDS = ("in a checkpoint write", "in start-up", "in training")
-# With -P, a file in the working directory can't take the place of a module.
-_COMMAND = [sys.executable, "-P", "-m", "cli", "train"]
 _FIRST_LINE = 30
 """The greatest size of the first line in a file of examples, in bytes."""
 
@@ -80,7 +78,7 @@ class Run:
 
     def move(self, machine: Machine) -> None:
         """Lets the next attempt be made on a machine."""
-        self.command = [*_COMMAND, *self._arguments, *machine.options]
+        self.command = [*warm_start.COMMAND, "train", *self._arguments, *machine.options]
         # A launcher that is killed can't remove its temporary files: they go into the directory of the run.
         self.environment = {"TMPDIR": str(self.directory / "tmp")}
         self.run_dir = self.directory / "run"

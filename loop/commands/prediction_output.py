@@ -70,7 +70,7 @@ def check_data(data: str) -> None:
     Raises:
         UsageError: no data of a task, and no file of inputs.
     """
-    if data in OWN_DATA or is_set(data):
+    if is_own(data):
         return
     if Path(data).suffix not in INPUT_ENDINGS:
         raise UsageError(

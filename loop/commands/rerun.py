@@ -14,13 +14,13 @@ from callbacks.files import read_json
 from callbacks.run_record import provenance
 from callbacks.run_record.record import Record
 from callbacks.run_record.redaction import HIDDEN, printable, tell
+from callbacks.run_record.values import as_dict
 from loop.commands import typed_callbacks
-from loop.commands.config import Option
+from loop.commands.config import Option, words
 from loop.errors import PREEMPTED, TrainingError, UsageError
+from loop.launch import warm_start
 from loop.target.fields import typed as typed_field
 
-# With -P, a file in the working directory can't take the place of a module.
-_COMMAND = [sys.executable, "-P", "-m", "cli", "train"]
 _UNUSED = ("backend", "resume", "accept_changes", "profile", "stall_timeout")
 """Options that decide no number, or that are given in another way."""
 _OF_MACHINE = {
@@ -122,11 +122,10 @@ def left_out(first: Path, second: Path) -> Iterator[str]:
 
 def _callbacks(about: Mapping[str, object]) -> dict[str, str]:
     """The callbacks that a run has recorded, by key: how each was typed, or ""."""
-    recorded = about.get("callbacks")
     texts = {}
-    for key, text in (recorded if isinstance(recorded, dict) else {}).items():
+    for key, text in as_dict(about.get("callbacks")).items():
         if isinstance(text, str):
-            texts[str(key)] = text
+            texts[key] = text
     return texts
 
 
@@ -150,14 +149,9 @@ def _typed_fields(record: Record, changed: object) -> Iterator[str]:
 
 def _typed(flag: str, value: object, option: Option) -> list[str]:
     """The words of a command line for an option of a run."""
-    if value is True:
-        return [f"--{flag}"]
-    if value is False:  # without a word for it, an option is off when it isn't typed
-        return [option.off] if option.off else []
     if isinstance(value, dict):  # of several evaluation sets, the pace of each
         value = [f"{name}={pace}" for name, pace in value.items()]
-    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-    return [f"--{flag}={text}"]
+    return words(flag, ",".join(map(str, value)) if isinstance(value, list) else value, option)
 
 
 def _check(record: Record) -> None:
@@ -200,7 +194,8 @@ def train(target: str, options: list[str], run_dir: Path | None) -> Path:
     own = ["--track=off", "--resume=never", "--json"]
     if run_dir:
         own.append(f"--run-dir={run_dir}")
-    done = subprocess.run([*_COMMAND, target, *options, *own], stdout=subprocess.PIPE, text=True, check=False)
+    command = [*warm_start.COMMAND, "train", target, *options, *own]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         why = "was stopped" if done.returncode == PREEMPTED else f"ended with exit code {done.returncode}"
         raise (UsageError if done.returncode == 2 else TrainingError)(f"the second training {why}: see above")

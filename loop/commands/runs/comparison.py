@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from callbacks.formats import plural
@@ -39,21 +40,12 @@ def compare(records: Sequence[Record], metric: str | None = None) -> list[Render
     best_values = _best_values(records, metric)
     parts += ["", *terminal.tables(best_values, ["best", *by_letter], right=range(1, len(records) + 1))]
 
-    name = _plotted(records, metric)
+    # The metric that was asked for, else that of the first run that has one.
+    name = metric or next(filter(None, map(attrgetter("metric"), records)), "")
     if name:
         curves = {letter: record.curves.get(name, []) for letter, record in by_letter.items()}
         parts += ["", *terminal.plot(name, curves)]
     return parts
-
-
-def _plotted(records: Sequence[Record], metric: str | None) -> str:
-    """The metric that is plotted: the one that was asked for, else that of the first run that has one; "": none."""
-    if metric:
-        return metric
-    for record in records:
-        if record.metric:
-            return record.metric
-    return ""
 
 
 def _best_values(records: Sequence[Record], metric: str | None) -> list[list[str]]:
