@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from callbacks.arguments import stored_number
 from callbacks.base import Callback, Metrics, Run, as_floats
 from callbacks.files import hidden_name, replacing
-from callbacks.learning_rate import optimizers_of, rate_of
+from callbacks.learning_rate import optimizers_of, own_rate, rate_of
 from callbacks.types import Data, Foreign, Json, JsonObject, Optimizer
 
 _REPLACEMENTS = {
@@ -236,17 +236,12 @@ def _share_rates(run: Run) -> None:
     if run.backend.workers == 1:
         return
     # A schedule is a function of the step, and so the same on all ranks; it can't be set either.
-    optimizers = [optimizer for optimizer in optimizers_of(run).values() if not _has_schedule(optimizer)]
+    optimizers = [optimizer for optimizer in optimizers_of(run).values() if not callable(own_rate(optimizer))]
     own_rates = list(map(rate_of, optimizers))
     rates = run.backend.broadcast_json(own_rates)
     for optimizer, own, rate in zip(optimizers, own_rates, rates, strict=True):
         if rate != own:
             optimizer.learning_rate = rate
-
-
-def _has_schedule(optimizer: Optimizer) -> bool:
-    # Both families have the schedule itself in `_learning_rate`; `learning_rate` of Keras 3 is its value.
-    return callable(getattr(optimizer, "_learning_rate", optimizer.learning_rate))
 
 
 def _kinds(callback: Foreign) -> list[str]:

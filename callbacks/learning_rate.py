@@ -58,8 +58,7 @@ class LearningRateScaling(Callback):
         k = run.options["batch_size"] / self.reference_batch_size
         scale = k if self.rule == "linear" else math.sqrt(k)
         for optimizer in optimizers_of(run).values():
-            # Keras 3's `learning_rate` is the value of a schedule, and `_learning_rate` the schedule itself.
-            rate = optimizer._learning_rate if hasattr(optimizer, "_learning_rate") else optimizer.learning_rate
+            rate = own_rate(optimizer)
             if not callable(rate):
                 rate = rate_of(optimizer)  # as a number: the variable itself is replaced by the schedule
             optimizer.learning_rate = _schedule(optimizer, rate, scale, steps)
@@ -91,6 +90,11 @@ def _schedule(optimizer: Optimizer, rate: Foreign, scale: float, warmup: int) ->
 def optimizers_of(run: Run) -> dict[str, Optimizer]:
     """The optimizers of a run by name; a single one has the name ""."""
     return run.optimizer if isinstance(run.optimizer, dict) else {"": run.optimizer}
+
+
+def own_rate(optimizer: Optimizer) -> Foreign:
+    """The learning rate as an optimizer has it, which may be a schedule: `learning_rate` of Keras 3 is its value."""
+    return getattr(optimizer, "_learning_rate", optimizer.learning_rate)
 
 
 def rate_of(optimizer: Optimizer) -> float:
