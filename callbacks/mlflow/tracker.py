@@ -175,9 +175,8 @@ class MLflowTracker(Callback):
             try:
                 journal.artifact(run, logged_model.write(run), register=self.register)
             except Exception as error:  # it must not fail a run that is trained and saved
-                lines = str(error).strip().splitlines()
-                text = lines[0] if lines else type(error).__name__
-                _warn(f"the model isn't logged ({text})")
+                first_line = str(error).strip().partition("\n")[0]
+                _warn(f"the model isn't logged ({first_line or type(error).__name__})")
         self.close()  # if the run ended before `on_fit_start`
         outcome: JsonObject = {"error": self._error, "warnings": []}
         if self._courier is not None:

@@ -273,9 +273,9 @@ def _forms(secret: str) -> set[str]:
     return set(filter(None, forms))
 
 
-def redact(value: Json, name: str = "") -> Json:
+def redact(value: Json) -> Json:
     """`value` without its secrets. Dicts and lists are walked through; other values are returned as they are."""
-    return _redacted(value, name, _pattern())
+    return _redacted(value, "", _pattern())
 
 
 def _redacted(value: Json, name: str, known: re.Pattern[str] | None) -> Json:

@@ -91,5 +91,5 @@ if __name__ == "__main__":
         main(*sys.argv[1:])
     except Exception as error:
         # In one line: `export` shows the last one of stderr.
-        first_line = (str(error).strip().splitlines() or [""])[0]
+        first_line = str(error).strip().partition("\n")[0]
         sys.exit(f"{type(error).__name__}: {first_line[:300]}")

@@ -71,12 +71,12 @@ def eval_every(text: str | None) -> int | str | dict[str, int | str | None] | No
 
 def schedule(text: str | None) -> int | str:
     """What was typed as `--checkpoint-every`; UsageError if it is no schedule."""
-    every = number_or_word(text)
-    if every is None:  # not typed
+    if text is None or text == "auto":
         return "auto"
+    every = number_or_word(text)
+    assert every is not None
     try:
-        if every != "auto":
-            Schedule(every)
+        Schedule(every)
     except ValueError as error:
         raise UsageError(f"--checkpoint-every {text}: {error}") from None
     return every

@@ -59,13 +59,8 @@ def dry_run(task: TrainTask, backend: Backend, options: Options) -> JsonObject:
     with signals.temporary_directory("tfloop-dry-run-") as directory:
         result = fit(task, **{**options, **changes, "backend": backend}, run_dir=directory, callbacks=chosen)
     # After the run, which has reached its peak: of each worker, on the host and on a GPU.
-    memory = backend.gather_json(peak_memory())
-    hosts = []
-    gpus = []
-    for host, gpu in memory:
-        hosts.append(host)
-        gpus.append(gpu)
-    look.about["memory"] |= {"peak": hosts, "gpu_peak": gpus}
+    hosts, gpus = zip(*backend.gather_json(peak_memory()), strict=True)
+    look.about["memory"] |= {"peak": list(hosts), "gpu_peak": list(gpus)}
     return look.about | {"status": result.status, "steps": result.steps}
 
 

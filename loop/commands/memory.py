@@ -277,9 +277,7 @@ def _cells(report: Report, row: Row) -> list[str]:
     parts = [row.weights, row.gradients, row.optimizer, row.activations, row.rest]
     cells = [row.name, *(f"{part / 1e6:,.0f}" for part in parts)]
     # The mark shows also where there are no colors. Blanks in its place keep the numbers flush.
-    mark = ""
-    if report.limit is not None:
-        mark = "  " if row.fits else " !"
+    mark = {None: "", True: "  ", False: " !"}[row.fits]
     cells.append(f"{row.total / 1e6:,.0f}{mark}")
 
     color = None

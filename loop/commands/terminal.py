@@ -200,15 +200,14 @@ def cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else text[: longest - 2] + ".."
 
 
-def bars(seconds: Mapping[str, float], size: int = 40) -> Table:
+def bars(seconds: Mapping[str, float]) -> Table:
     """Parts of a time as a table with bars, the greatest first; those of less than a thousandth are left out."""
     whole = sum(seconds.values())
     bar = "#" if plain() else "█"
     rows = []
     for name, part in sorted(seconds.items(), key=lambda item: -item[1]):
         if part > whole / 1000:
-            length = round(size * part / whole)
-            rows.append([part_name(name), lasting(part), f"{part / whole:.0%}", bar * length])
+            rows.append([part_name(name), lasting(part), f"{part / whole:.0%}", bar * round(40 * part / whole)])
     return table(rows, right=(1, 2))
 
 

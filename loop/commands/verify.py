@@ -180,8 +180,8 @@ def _why_not(task: TrainTask, error: BaseException) -> str:
     lines += map(int, re.findall(rf'File "{re.escape(file)}", line (\d+)', text))
     where = f" ({Path(file).name}, line {lines[-1]})" if lines else ""
     if not re.search(r"float32|\bfloat\b", text):
-        first = (text.strip().splitlines() or [""])[0][:200]
-        return f"can't be computed{where}: {type(error).__name__}: {first}"
+        first_line = text.strip().partition("\n")[0]
+        return f"can't be computed{where}: {type(error).__name__}: {first_line[:200]}"
     return (
         f"not compared: the task has float32 written into it{where}; what counts is the comparison in float32. To "
         "compare in float64, too, use the dtype of the batch, or keras.config.floatx()"

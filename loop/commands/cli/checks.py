@@ -112,13 +112,13 @@ def rerun(
     task_target: typed.TaskTarget = None,
     trust: typed.Trust = False,
     run_dir: typed.TrainRunDir = None,
-    root: typed.Root = None,
+    root: typed.Root = runs.ROOT,
     as_json: typed.AsJson = False,
 ) -> None:
     """Train a run again, and compare the bits of the weights."""
     from loop.run.trust import known_target, target_of
 
-    path = runs.locate(root or runs.ROOT, run)
+    path = runs.locate(root, run)
     runs.refuse_sweep(path)
     record = read(path)
     about = read_about(path)

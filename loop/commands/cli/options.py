@@ -101,15 +101,14 @@ Config = Annotated[
         "--config", help="A TOML or YAML file of train's options, and a table [set]; what is typed wins. Repeatable."
     ),
 ]
-Root = Annotated[
-    Path | None,
-    Option(
-        parser=_told(directories.root),
-        metavar="DIR|URL",
-        help="Where the runs are; runs/ if not given.",
-        show_default=False,
-    ),
-]
+_root = Option(
+    parser=_told(directories.root),
+    metavar="DIR|URL",
+    help="Where the runs are; runs/ if not given.",
+    show_default=False,
+)
+Root = Annotated[Path, _root]
+GroupRoot = Annotated[Path | None, _root]  # of the commands of `runs`; None: what stands before their name counts
 _NAMED = "A name, the beginning of one, a path, a URL, or latest."
 Name = Annotated[str, Argument(metavar="RUN", help=_NAMED, autocompletion=completion.runs)]
 Names = Annotated[list[str], Argument(metavar="RUN", help=_NAMED, autocompletion=completion.runs)]

@@ -47,14 +47,12 @@ def tune(
 ) -> None:
     """Find the fastest settings on this machine. They are written to a file for train --config."""
     with_defaults(None, {"batch_size": batch_size, "backend": backend})
-    if not 0 < seconds < float("inf"):
-        raise UsageError(f"--seconds {seconds}: give a number > 0")
+    _check_seconds(seconds)
     for name in only or ():
         if name not in tune_.TUNED:
             raise UsageError(f"--only {name}: nothing of that name can be tried{nearest(name, tune_.TUNED)}")
     _check_tune_file(out, force)  # now, and not after minutes of trials
-    if job_size() is not None:
-        raise UsageError("tune starts its workers itself: call it once, with --workers")
+    _refuse_in_job("tune starts its workers itself: call it once, with --workers")
     config.arguments(config_ or (), train_options(), ())  # checked here, and read again by each trial
     task_loader.check(target_)
     choose_for_command(backend or "auto", workers)
@@ -77,6 +75,17 @@ def _check_tune_file(out: Path, force: bool) -> None:
         raise UsageError(f"--out {out}: the directory can't be written, or isn't there")
 
 
+def _check_seconds(seconds: float) -> None:
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"--seconds {seconds}: give a number > 0")
+
+
+def _refuse_in_job(text: str) -> None:
+    """Refuses to be a worker of a job: a command that starts processes is called once."""
+    if job_size() is not None:
+        raise UsageError(text)
+
+
 def bench(
     target_: typed.Target,
     batch_size: typed.BatchSize = None,
@@ -87,10 +96,8 @@ def bench(
 ) -> None:
     """Compare the speed of a task with Keras's fit, and with a plain loop. Both are made of the same compute."""
     with_defaults(None, {"batch_size": batch_size})
-    if not 0 < seconds < float("inf"):
-        raise UsageError(f"--seconds {seconds}: give a number > 0")
-    if job_size() is not None:
-        raise UsageError("bench measures in processes of its own: call it once")
+    _check_seconds(seconds)
+    _refuse_in_job("bench measures in processes of its own: call it once")
     task_loader.check(target_)
     # Five ways take turns: tfloop, and two of each other contender.
     with stopped_clean("nothing is left behind"), shown_stages(5 * rounds) as progress:
@@ -109,8 +116,7 @@ def memory(
     """Say what memory a training needs. Of each setting that saves some, and which is the fastest that fits."""
     with_defaults(None, {"batch_size": batch_size})
     limit = None if memory_limit is None else memory_.parse_size(memory_limit)
-    if job_size() is not None:
-        raise UsageError("memory measures in processes of its own: call it once, with --workers")
+    _refuse_in_job("memory measures in processes of its own: call it once, with --workers")
     task_loader.check(target_)
     with stopped_clean("nothing is left behind"), shown_stages(memory_measurements.STAGES) as progress:
         report = memory_.memory(target_, set_ or (), batch_size, workers, limit, progress)
@@ -169,8 +175,7 @@ def sweep(given: SweepArguments) -> None:
         os.chdir(plan.place)  # the paths in its arguments are relative to where it was begun
     else:
         plan = _plan(given)
-    if job_size() is not None:
-        raise UsageError("sweep starts its trials itself: call it once, with --jobs and --workers")
+    _refuse_in_job("sweep starts its trials itself: call it once, with --jobs and --workers")
     count = plan.trials(trials)
     with stderr.quiet_start():
         from loop.backends import devices

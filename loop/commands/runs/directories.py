@@ -119,8 +119,8 @@ def copied(url: str, checkpoints: bool = True) -> Path:
     return path
 
 
-def root(text: str) -> Path:
-    """The folder of runs for a path or a URL. The runs at a URL are copied.
+def root(text: str | Path) -> Path:
+    """The folder of runs for a path or a URL; a default is a path already. The runs at a URL are copied.
 
     Raises:
         StoreError: the store doesn't answer.
@@ -130,7 +130,7 @@ def root(text: str) -> Path:
     from loop.checkpoint.store import copies
 
     # Checked as the URL of a run in the folder: the folder itself may be a whole bucket, which has no path.
-    folder = address.read_url(f"{text.rstrip('/')}/x").removesuffix("/x")
+    folder = address.read_url(f"{str(text).rstrip('/')}/x").removesuffix("/x")
     return copies.copies_below(folder)
 
 
