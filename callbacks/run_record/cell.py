@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from callbacks.metric_direction import lower_is_better
+from callbacks.formats import number
 from callbacks.run_record.charts import thinned
+from callbacks.run_record.comparison import best_of_all
 from callbacks.run_record.history import COUNTERS
 from callbacks.run_record.redaction import mask
 
@@ -82,22 +83,13 @@ def _head(name: str, color: str) -> str:
 def _row(name: str, history: Sequence[Mapping[str, float]]) -> list[str]:
     """The row of one metric: its name, its last and its best value, its curve."""
     points = []
-    finite = []
     for row in history:
-        if name not in row:  # an epoch without an evaluation
-            continue
-        value = row[name]
-        points.append((row["epoch"], value))
-        if math.isfinite(value):
-            finite.append(value)
-
-    less = lower_is_better(name)
-    best = ""
-    if less is not None and finite:
-        best_of = min if less else max
-        best = f"{best_of(finite):.4g}"
-    last = points[-1][1]
-    return [escape(mask(name)), f"{last:.4g}", best, _picture([points], ("#2a78d6",), HEIGHT)]
+        if name in row:  # else an epoch without an evaluation
+            points.append((row["epoch"], row[name]))
+    _, values = zip(*points, strict=True)
+    best = best_of_all(name, values)
+    shown_best = "" if best is None else number(best)
+    return [escape(mask(name)), number(values[-1]), shown_best, _picture([points], ("#2a78d6",), HEIGHT)]
 
 
 def _text(cell: str) -> str:

@@ -154,13 +154,11 @@ class _Axes:
 
 def charts(titles: Mapping[str, Sequence[Line]], marks: Sequence[int] = ()) -> list[Chart]:
     """The charts of a page, by title; see `chart`. The more lines there are, the fewer points each of them has."""
-    count = 0
-    for lines in titles.values():
-        for line in lines:
-            if line.points:  # `chart` leaves out the others
-                count += 1
-    most = min(_ZOOMED, _ON_A_PAGE // (count or 1))
-    dotted = min(_DOTTED, _DOTS_ON_A_PAGE // (count or 1))
+    all_lines = itertools.chain.from_iterable(titles.values())
+    drawn = list(filter(operator.attrgetter("points"), all_lines))  # `chart` leaves out the others
+    count = max(1, len(drawn))
+    most = min(_ZOOMED, _ON_A_PAGE // count)
+    dotted = min(_DOTTED, _DOTS_ON_A_PAGE // count)
     return [chart(title, lines, marks, most, dotted) for title, lines in titles.items()]
 
 

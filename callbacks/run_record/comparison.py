@@ -127,9 +127,12 @@ def _compared(records: Sequence[Record]) -> Iterator[_Compared]:
 
 def _curves(records: Sequence[Record]) -> list[Chart]:
     """A chart for each metric with a line for each run."""
-    titles = {}
+    titles: dict[str, list[Line]] = {}
     for name in _charted(records)[:_CHARTS]:
-        titles[name] = [_line(record, index, name) for index, record in enumerate(records)]
+        titles[name] = []
+        for index, record in enumerate(records):
+            # By its index, not its name: the style sheet has a color for each of run0 to run11.
+            titles[name].append(Line(record.name, f"run{index}", record.curves.get(name, [])))
     return charts(titles)
 
 
@@ -144,11 +147,6 @@ def _charted(records: Sequence[Record]) -> list[str]:
     return sorted(names, key=lambda name: (name.removeprefix("eval_") != "loss", not name.startswith("eval_")))
 
 
-def _line(record: Record, index: int, name: str) -> Line:
-    # By its index, not its name: the style sheet has a color for each of run0 to run11.
-    return Line(record.name, f"run{index}", record.curves.get(name, []))
-
-
 def results(records: Sequence[Record]) -> list[list[str]]:
     """A row for each metric: the best value of each run with its step, the best of all with a star."""
     rows = []
@@ -156,10 +154,7 @@ def results(records: Sequence[Record]) -> list[list[str]]:
         if name.startswith(STEP):  # means within epochs are no results
             continue
         top = best_of_all(name, [best_or_last(record, name) for record in records])
-        row = [name]
-        for record in records:
-            row.append(_result(record, name, top))
-        rows.append(row)
+        rows.append([name, *(_result(record, name, top) for record in records)])
     return rows
 
 

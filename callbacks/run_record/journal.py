@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -195,19 +196,21 @@ def read(path: Path, offset: int = 0, events: Sequence[str] = ()) -> Iterator[tu
         events: the events whose lines are wanted; empty: all.
     """
     wanted = [f'"event": "{event}"'.encode() for event in events]  # as `_line` writes it
-    if not path.exists():
-        return
+    for line, end in lines(path, offset) if path.exists() else ():
+        if wanted and not any(event in line for event in wanted):  # parsing every line would be slow
+            continue
+        with contextlib.suppress(ValueError, RecursionError):  # no JSON, or nested too deeply
+            entry = json.loads(line)
+            if isinstance(entry, dict):
+                yield entry, end
+
+
+def lines(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
+    """The complete lines of a journal from byte `offset` on, unread, each with the offset of its end."""
     with files.reading(path) as file:
         file.seek(offset)
         for line in files.lines(file):
-            if not line.endswith(b"\n"):
-                return
-            offset += len(line)
-            if wanted and not any(event in line for event in wanted):  # parsing every line would be slow
-                continue
-            try:
-                entry = json.loads(line)
-            except (ValueError, RecursionError):  # no JSON, or nested too deeply
-                continue
-            if isinstance(entry, dict):
-                yield entry, offset
+            # The last one may still be under way, or have been torn by a kill.
+            if line.endswith(b"\n"):
+                offset += len(line)
+                yield line, offset

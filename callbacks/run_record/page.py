@@ -69,13 +69,8 @@ def rendered(template: str, live: bool = False, **content: object) -> str:
     )
 
 
-def write(path: Path, page: str) -> None:
-    """Writes a page."""
-    files.write_text(path, page)
-
-
 def is_page(path: Path) -> bool:
-    """Whether a file is a page that `write` has written."""
+    """Whether a file is such a page."""
     with files.reading(path, shared=True) as file:
         return _MARK.encode() in file.read(1000)
 

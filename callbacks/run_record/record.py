@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
 
 from callbacks import files
@@ -125,15 +126,9 @@ class Record:
         less = lower_is_better(metric)
         if less is None:
             return None
-        sign = 1 if less else -1
-        best = None
-        for step, value in self.curves.get(metric, ()):
-            if not math.isfinite(value):
-                continue
-            # Strictly better: of equal values, the first one counts.
-            if best is None or sign * value < sign * best[1]:
-                best = (step, value)
-        return best
+        finite = filter(lambda point: math.isfinite(point[1]), self.curves.get(metric, ()))
+        best_of = min if less else max  # of equal values, both take the first one
+        return best_of(finite, key=itemgetter(1), default=None)
 
     def last(self, metric: str) -> float | None:
         """The last value of a metric, whatever it is."""
@@ -143,10 +138,8 @@ class Record:
     @property
     def metric(self) -> str:
         """The metric by which runs are compared by default: the loss, of the evaluation if there is one."""
-        for name in ("eval_loss", "loss", STEP + "loss", *self.curves):
-            if name in self.curves:
-                return name
-        return ""
+        names = ("eval_loss", "loss", STEP + "loss", *self.curves)
+        return next(filter(self.curves.__contains__, names), "")
 
 
 def is_run(path: Path) -> bool:
@@ -163,9 +156,7 @@ def under_way(path: Path) -> bool:
     try:
         # Shared: commands that look at the same moment must not take each other for the run.
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks: its owner has left the file, or not yet removed it
+    except OSError:  # it is held; or a file system without locks: its owner has left the file, or not yet removed it
         return True
     finally:
         os.close(file)  # which gives up this look's own lock, too
@@ -291,16 +282,8 @@ def read_about(path: Path) -> JsonObject:
 
 def _lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, int]]:
     """The complete lines of a file from byte `offset` on, each with the offset of its end."""
-    try:
-        with files.reading(path) as file:
-            file.seek(offset)
-            for line in files.lines(file):
-                # A line without an end is still being written, or was torn by a kill.
-                if line.endswith(b"\n"):
-                    offset += len(line)
-                    yield line, offset
-    except OSError:
-        return
+    with contextlib.suppress(OSError):
+        yield from journal.lines(path, offset)
 
 
 def _checkpoints(directory: Path, saved: Mapping[str, tuple[str, float]]) -> Iterator[Checkpoint]:

@@ -47,7 +47,7 @@ class Report(Callback):
             status = status if written == "running" else written or status
             # The lock is still held, so `record` takes the run for a running one.
             ended = dataclasses.replace(record.read(run.directory), status=status)
-            page.write(run.directory / NAME, html(ended))
+            files.write_text(run.directory / NAME, html(ended))
         except files.MovedError:  # the run itself has reported that its directory is gone
             return
         except Exception as error:  # a report that can't be made must not fail the run
@@ -133,7 +133,7 @@ def _facts(of: Record) -> Iterator[str]:
     yield of.backend
     if of.replicas:
         workers = f" on {of.workers} workers" if (of.workers or 1) > 1 else ""
-        yield f"{of.replicas} replica{'s' * (of.replicas != 1)}{workers}"
+        yield f"{plural(of.replicas, 'replica')}{workers}"
     if batch := of.options.get("batch_size"):
         yield f"global batch {batch}"
     if of.parameters is not None:
@@ -247,15 +247,11 @@ def _times(of: Record) -> _Times:
         if 0 < sum(seconds.values()) < math.inf:  # the journal may hold any number
             bars.append(_bar(title, seconds))
 
-    used: set[str] = set()
-    for seconds in (of.split, *of.ranks):
-        for part, duration in seconds.items():
-            if duration > 0:
-                used.add(part)
+    times = (of.split, *of.ranks)
     # The lines before the last two are a table of the times, which the bars show.
     has_verdict = len(of.verdict) > 2
     return _Times(
-        parts=[part for part in _PARTS if part in used],  # in the order of the bars
+        parts=[part for part in _PARTS if any(seconds.get(part, 0.0) > 0 for seconds in times)],
         bars=bars,
         verdict=list(map(mask, of.verdict[-2:])) if has_verdict else [],
         can_be_split="training" in of.split and not of.ranks,

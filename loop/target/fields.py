@@ -30,6 +30,8 @@ Hint: TypeAlias = Any
 Value: TypeAlias = Any
 """The value of a field."""
 
+_origin: Callable[[Hint], Hint] = typing.get_origin
+"""The type without its arguments, such as list for list[int]; None for a type that takes none."""
 _BOOLS = {"true": True, "false": False, "1": True, "0": False}
 _CLOSING = {"[": "]", "(": ")"}
 
@@ -183,11 +185,6 @@ def _parse(kind: type, name: str, text: str, option: str) -> Value:
     raise UsageError(f"{option} {name}={shown}: {shown!r} is no {_described(hint)}{form}")
 
 
-def _origin(hint: Hint) -> Any:
-    """The type without its arguments, such as list for list[int]; None for a type that takes none."""
-    return typing.get_origin(hint)
-
-
 def _alternatives(hint: Hint) -> tuple[Hint, ...]:
     """The types of a union; of any other type, the type itself."""
     is_union = isinstance(hint, types.UnionType) or _origin(hint) is typing.Union
@@ -220,10 +217,9 @@ def _one(kind: Hint, text: str) -> Value:
     Raises:
         ValueError, KeyError: it isn't one.
     """
-    origin = _origin(kind)
     if _is_sequence(kind):
         return _sequence(kind, text)
-    if origin is typing.Literal:
+    if _origin(kind) is typing.Literal:
         return _literal(typing.get_args(kind), text)
     if kind is bool:
         return _BOOLS[text.lower()]
@@ -317,13 +313,13 @@ def _member(kind: type[enum.Enum], text: str) -> enum.Enum:
 
 def _can_be_typed(kind: Hint) -> bool:
     """Whether values of a type can be typed on a command line."""
-    origin = _origin(kind)
     if _is_sequence(kind):
         return all(_can_be_typed(element) for element in typing.get_args(kind) if element is not ...)
     kinds = _alternatives(kind)
     if len(kinds) > 1:
         return any(map(_can_be_typed, kinds))
-    return origin is typing.Literal or kind in (bool, int, float, str) or _is_class(kind, enum.Enum, PurePath)
+    is_literal = _origin(kind) is typing.Literal
+    return is_literal or kind in (bool, int, float, str) or _is_class(kind, enum.Enum, PurePath)
 
 
 def _takes_text(hint: Hint) -> bool:

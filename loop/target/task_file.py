@@ -51,13 +51,7 @@ def check(target: str) -> None:
     """
     origin, _, name = target.rpartition(":")
     path = Path(origin) if origin.endswith(".py") else _module_file(origin, target)
-    if path is None:
-        return
-    tree = _parsed(path, origin, target)
-    if tree is None:
-        return
-    bindings = _bindings(tree)
-    if bindings is None:
+    if path is None or (tree := _parsed(path, origin, target)) is None or (bindings := _bindings(tree)) is None:
         return
     if name not in bindings:
         raise missing_class(target, classes(path))

@@ -55,10 +55,7 @@ def check(target: str) -> None:
             f"TARGET {target!r}: give file.py:Class, package.module:Class, or a shipped example"
             f"{nearest(target, candidates or SHIPPED)}"
         )
-    if is_file:
-        check_shadows(path.resolve().parent)
-    else:
-        check_shadows(here)
+    check_shadows(path.resolve().parent if is_file else here)
     task_file.check(target)
 
 

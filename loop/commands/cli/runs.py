@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer
 
+from callbacks import files
 from callbacks.formats import size
 from callbacks.run_record.record import printable, read
 from callbacks.run_record.redaction import tell
@@ -148,7 +149,7 @@ def report(
         if out.exists() and not page.is_page(out):
             raise UsageError(f"{shown} exists already, and is no report: give another name")
         records = list(map(read, paths))
-        page.write(out, runs.page_of(records))
+        files.write_text(out, runs.page_of(records))
     except OSError as error:
         raise UsageError(f"{shown} can't be written ({error.strerror}): give another name") from None
     tell(f"wrote {shown}")
