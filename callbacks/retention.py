@@ -11,40 +11,24 @@ _HOUR = 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint.
+    """A complete checkpoint."""
 
-    Attributes:
-        step: its step.
-        value: its metric; nan: it has none.
-        time: when it was complete, in seconds since the epoch.
-        bytes: the size of its files.
-    """
-
-    step: int
-    value: float = math.nan
-    time: float = 0.0
-    bytes: int = 0
+    step: int  # its step
+    value: float = math.nan  # its metric; nan: it has none
+    time: float = 0.0  # when it was complete, in seconds since the epoch
+    bytes: int = 0  # the size of its files
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Which checkpoints stay: those that one of these names.
+    """Which checkpoints stay: those that one of these names."""
 
-    Attributes:
-        last: how many of the newest.
-        best: how many of the best.
-        every: those whose step is a multiple of it.
-        hourly: the first of each hour.
-        max_bytes: what all of them together may take; the newest and the best one stay in any case.
-        sign: 1: a smaller metric is better; -1: a greater one.
-    """
-
-    last: int = 3
-    best: int = 1
-    every: int | None = None
-    hourly: bool = False
-    max_bytes: int | None = None
-    sign: int = 1
+    last: int = 3  # how many of the newest
+    best: int = 1  # how many of the best
+    every: int | None = None  # those whose step is a multiple of it
+    hourly: bool = False  # the first of each hour
+    max_bytes: int | None = None  # what all of them together may take; the newest and the best one stay in any case
+    sign: int = 1  # 1: a smaller metric is better; -1: a greater one
 
 
 def retained(checkpoints: Iterable[Saved], policy: Policy, pinned: Collection[int | None] = ()) -> set[int]:

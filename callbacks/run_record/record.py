@@ -31,94 +31,60 @@ _SKIPPED = re.compile(rb'\{"time": [^"{]*"event": "(?:steps_end|call|epoch_start
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in a run directory. Its files are counted and not opened.
+    """A checkpoint in a run directory. Its files are counted and not opened."""
 
-    Attributes:
-        name: of its directory.
-        step: the number of steps made.
-        reason: why it was saved; "" where the journal doesn't say.
-        bytes: the size of its files.
-        time: when it was complete, in seconds since the epoch, UTC.
-    """
-
-    name: str
-    step: int
-    reason: str
-    bytes: int
-    time: float
+    name: str  # of its directory
+    step: int  # the number of steps made
+    reason: str  # why it was saved; "" where the journal doesn't say
+    bytes: int  # the size of its files
+    time: float  # when it was complete, in seconds since the epoch, UTC
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A run as its directory describes it. All texts can be printed: terminal control characters are escaped.
+    """A run as its directory describes it. All texts can be printed: terminal control characters are escaped."""
 
-    Attributes:
-        path: the run directory.
-        name: its name.
-        task: the task's class; "" where it isn't known, as for all texts.
-        target: where the task is: file.py:Class.
-        backend: the name of the backend.
-        replicas: how many there were.
-        workers: on how many processes.
-        status: one of `STATUSES`; `running` only while a process holds the run's lock, else `killed`; or "".
-        reason: why it was stopped; "" if it wasn't.
-        started: seconds since the epoch, UTC; None where it isn't known, as for all numbers that may be None.
-        seconds: how long it ran, all attempts together.
-        lives: its attempts: how often it was started.
-        steps: optimizer steps made.
-        epochs: epochs completed.
-        examples: examples used.
-        total_steps: the step at which it was to end.
-        parameters: the number of the model's parameters.
-        hyperparameters: the task's fields.
-        options: those of `fit`.
-        versions: of Python and packages.
-        machine: what else may change bits.
-        provenance: where the code comes from: see `callbacks.run_record.provenance`.
-        data: of `train` and `eval`: `examples`, how many there are, and `sha256` of the first ones.
-        curves: points (step, value) of each metric, by step. Training has one point for each epoch; the names of points
-            within an epoch begin with `step/`, those of evaluations with `eval_`. Values may be nan or infinite.
-        speed: points (step, examples per second).
-        clock: points (step, seconds of all attempts until then), in the order of time: where an attempt goes on from an
-            earlier step, steps go back.
-        checkpoints: those in the directory, oldest first.
-        split: the chief's seconds by part, of attempts that have recorded it: see `loop.monitor.stopwatch.PARTS`; and
-            `starting`, `compiling`. Without a profile, `training` stands for data, compute, all-reduce and the rest.
-        ranks: of a run that was profiled: the seconds by part of each rank, in its last attempt.
-        verdict: of such a run: what holds it back, in lines.
-        faults: exceptions, kills, resumes, skipped steps, workers that came and went, stalls.
-    """
-
-    path: Path
-    name: str
-    task: str = ""
-    target: str = ""
-    backend: str = ""
-    replicas: int | None = None
-    workers: int | None = None
-    status: str = ""
-    reason: str = ""
+    path: Path  # the run directory
+    name: str  # its name
+    task: str = ""  # the task's class; "" where it isn't known, as for all texts
+    target: str = ""  # where the task is: file.py:Class
+    backend: str = ""  # the name of the backend
+    replicas: int | None = None  # how many there were
+    workers: int | None = None  # on how many processes
+    status: str = ""  # one of `STATUSES`; `running` only while a process holds the run's lock, else `killed`; or ""
+    reason: str = ""  # why it was stopped; "" if it wasn't
+    # Seconds since the epoch, UTC; None where it isn't known, as for all numbers that may be None.
     started: float | None = None
-    seconds: float = 0.0
-    lives: int = 0
-    steps: int = 0
-    epochs: int = 0
-    examples: int = 0
-    total_steps: int | None = None
-    parameters: int | None = None
-    hyperparameters: JsonObject = dataclasses.field(default_factory=dict)
-    options: JsonObject = dataclasses.field(default_factory=dict)
-    versions: JsonObject = dataclasses.field(default_factory=dict)
-    machine: JsonObject = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0  # how long it ran, all attempts together
+    lives: int = 0  # its attempts: how often it was started
+    steps: int = 0  # optimizer steps made
+    epochs: int = 0  # epochs completed
+    examples: int = 0  # examples used
+    total_steps: int | None = None  # the step at which it was to end
+    parameters: int | None = None  # the number of the model's parameters
+    hyperparameters: JsonObject = dataclasses.field(default_factory=dict)  # the task's fields
+    options: JsonObject = dataclasses.field(default_factory=dict)  # those of `fit`
+    versions: JsonObject = dataclasses.field(default_factory=dict)  # of Python and packages
+    machine: JsonObject = dataclasses.field(default_factory=dict)  # what else may change bits
+    # Where the code comes from: see `callbacks.run_record.provenance`.
     provenance: JsonObject = dataclasses.field(default_factory=dict)
+    # Of `train` and `eval`: `examples`, how many there are, and `sha256` of the first ones.
     data: JsonObject = dataclasses.field(default_factory=dict)
+    # Points (step, value) of each metric, by step. Training has one point for each epoch; the names of points within an
+    # epoch begin with `step/`, those of evaluations with `eval_`. Values may be nan or infinite.
     curves: dict[str, list[tuple[int, float]]] = dataclasses.field(default_factory=dict)
-    speed: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    speed: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # points (step, examples per second)
+    # Points (step, seconds of all attempts until then), in the order of time: where an attempt goes on from an earlier
+    # step, steps go back.
     clock: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    checkpoints: list[Checkpoint] = dataclasses.field(default_factory=list)
+    checkpoints: list[Checkpoint] = dataclasses.field(default_factory=list)  # those in the directory, oldest first
+    # The chief's seconds by part, of attempts that have recorded it: see `loop.monitor.stopwatch.PARTS`; and
+    # `starting`, `compiling`. Without a profile, `training` stands for data, compute, all-reduce and the rest.
     split: dict[str, float] = dataclasses.field(default_factory=dict)
+    # Of a run that was profiled: the seconds by part of each rank, in its last attempt.
     ranks: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    verdict: list[str] = dataclasses.field(default_factory=list)
+    verdict: list[str] = dataclasses.field(default_factory=list)  # of such a run: what holds it back, in lines
+    # Exceptions, kills, resumes, skipped steps, workers that came and went, stalls.
     faults: list[Fault] = dataclasses.field(default_factory=list)
 
     def best(self, metric: str) -> tuple[int, float] | None:

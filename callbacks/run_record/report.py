@@ -113,19 +113,12 @@ class _Bar:
 
 @dataclasses.dataclass(frozen=True)
 class _Times:
-    """The section about the time.
+    """The section about the time."""
 
-    Attributes:
-        parts: the parts that took any time.
-        bars: of the chief, and of each rank of a profiled run.
-        verdict: what holds a profiled run back, in lines.
-        can_be_split: whether a profile would show more parts.
-    """
-
-    parts: list[str]
-    bars: list[_Bar]
-    verdict: list[str]
-    can_be_split: bool
+    parts: list[str]  # the parts that took any time
+    bars: list[_Bar]  # of the chief, and of each rank of a profiled run
+    verdict: list[str]  # what holds a profiled run back, in lines
+    can_be_split: bool  # whether a profile would show more parts
 
 
 def _facts(of: Record) -> Iterator[str]:

@@ -71,15 +71,10 @@ class Timeline:
 
 @dataclasses.dataclass
 class Curves:
-    """The measured values of a run, by step.
+    """The measured values of a run, by step."""
 
-    Attributes:
-        metrics: the values of each metric.
-        speed: examples per second.
-    """
-
-    metrics: dict[str, dict[int, float]] = dataclasses.field(default_factory=dict)
-    speed: dict[int, float] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, dict[int, float]] = dataclasses.field(default_factory=dict)  # the values of each metric
+    speed: dict[int, float] = dataclasses.field(default_factory=dict)  # examples per second
 
     def add(self, event: str, step: int, values: Mapping[str, Json]) -> None:
         """Takes in the metrics of a line."""
@@ -100,20 +95,14 @@ class Curves:
 
 @dataclasses.dataclass
 class TimeSplit:
-    """Where the time of a run went.
+    """Where the time of a run went."""
 
-    Attributes:
-        seconds: the chief's seconds by part, of all attempts.
-        ranks: the seconds by part of each rank, in the last attempt that was profiled.
-        verdict: what holds such a run back, in lines.
-        has_calls: whether the current attempt records where the time of each call went.
-        starting: how long the current attempt took until it began to train, if that isn't counted in `seconds` yet.
-    """
-
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # the chief's seconds by part, of all attempts
+    # The seconds by part of each rank, in the last attempt that was profiled.
     ranks: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    verdict: list[str] = dataclasses.field(default_factory=list)
-    has_calls: bool = False
+    verdict: list[str] = dataclasses.field(default_factory=list)  # what holds such a run back, in lines
+    has_calls: bool = False  # whether the current attempt records where the time of each call went
+    # How long the current attempt took until it began to train, if that isn't counted in `seconds` yet.
     starting: float = 0.0
 
     def begin_attempt(self) -> None:

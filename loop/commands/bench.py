@@ -35,21 +35,13 @@ _ALWAYS = ["--track=off", "--keep=last", "--eval-every=never", f"--steps={trial.
 
 @dataclasses.dataclass
 class Contender:
-    """A way to train the task.
+    """A way to train the task."""
 
-    Attributes:
-        name: `OURS`, `BY_HAND` or `KERAS`.
-        steps: in one call; None: tfloop chooses.
-        speeds: examples per second, of each round.
-        problem: why it can't be measured, or "".
-        left_out: the task's own options that it goes without, or "".
-    """
-
-    name: str
-    steps: int | None = None
-    speeds: list[float] = dataclasses.field(default_factory=list)
-    problem: str = ""
-    left_out: str = ""
+    name: str  # `OURS`, `BY_HAND` or `KERAS`
+    steps: int | None = None  # in one call; None: tfloop chooses
+    speeds: list[float] = dataclasses.field(default_factory=list)  # examples per second, of each round
+    problem: str = ""  # why it can't be measured, or ""
+    left_out: str = ""  # the task's own options that it goes without, or ""
 
     def __str__(self) -> str:
         if self.steps is None:
@@ -64,19 +56,12 @@ class Contender:
 
 @dataclasses.dataclass
 class Report:
-    """What was measured.
+    """What was measured."""
 
-    Attributes:
-        target: of the task.
-        batch_size: the global batch.
-        rounds: how often.
-        contenders: tfloop first.
-    """
-
-    target: str
-    batch_size: int
-    rounds: int
-    contenders: list[Contender]
+    target: str  # of the task
+    batch_size: int  # the global batch
+    rounds: int  # how often
+    contenders: list[Contender]  # tfloop first
 
     def best(self, name: str) -> Contender | None:
         """The fastest way of a contender; None: it was not measured."""

@@ -23,15 +23,10 @@ EXCLUSIVE = (("epochs", "steps"), ("clip-norm", "clip-value"))
 
 
 class Option(NamedTuple):
-    """An option of a command line.
+    """An option of a command line."""
 
-    Attributes:
-        kind: bool, int, float or str; of an option that may be repeated, `list[str]`.
-        off: of a bool: what is typed for False; "": nothing.
-    """
-
-    kind: type
-    off: str = ""
+    kind: type  # bool, int, float or str; of an option that may be repeated, `list[str]`
+    off: str = ""  # of a bool: what is typed for False; "": nothing
 
 
 def arguments(paths: Sequence[Path], options: Mapping[str, Option], typed: Collection[str]) -> list[str]:

@@ -38,18 +38,12 @@ _NOISE = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class RangeTest:
-    """The result of a range test.
+    """The result of a range test."""
 
-    Attributes:
-        rates: the learning rate of each step; of several optimizers, that of the first one.
-        losses: the loss of each step, before the weights are updated.
-        diverged: whether the test ended because the loss diverged.
-        scaled: the ratio of each optimizer's rate to that of the first one, by name; "" for a single optimizer.
-    """
-
-    rates: list[float]
-    losses: list[float]
-    diverged: bool
+    rates: list[float]  # the learning rate of each step; of several optimizers, that of the first one
+    losses: list[float]  # the loss of each step, before the weights are updated
+    diverged: bool  # whether the test ended because the loss diverged
+    # The ratio of each optimizer's rate to that of the first one, by name; "" for a single optimizer.
     scaled: dict[str, float]
 
     @property

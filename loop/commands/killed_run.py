@@ -31,15 +31,10 @@ _FIRST_LINE = 30
 
 
 class Machine(NamedTuple):
-    """A machine, which is a directory here: nothing is in it of what another one has written.
+    """A machine, which is a directory here: nothing is in it of what another one has written."""
 
-    Attributes:
-        name: of its directory.
-        options: of `tfloop train`: the backend and the workers there.
-    """
-
-    name: str = "machine"
-    options: Sequence[str] = ()
+    name: str = "machine"  # of its directory
+    options: Sequence[str] = ()  # of `tfloop train`: the backend and the workers there
 
 
 class Run:

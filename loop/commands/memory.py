@@ -31,17 +31,11 @@ MICRO_BATCHES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A combination of the options that save memory.
+    """A combination of the options that save memory."""
 
-    Attributes:
-        remat: whether `remat="full"` is on; otherwise `remat` is that of the task.
-        accumulate: the number of micro-batches.
-        shard: whether `shard_optimizer` is on.
-    """
-
-    remat: bool = False
-    accumulate: int = 1
-    shard: bool = False
+    remat: bool = False  # whether `remat="full"` is on; otherwise `remat` is that of the task
+    accumulate: int = 1  # the number of micro-batches
+    shard: bool = False  # whether `shard_optimizer` is on
 
 
 SETTINGS = (
@@ -57,27 +51,16 @@ SETTINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The memory that a replica needs with a setting, in bytes.
+    """The memory that a replica needs with a setting, in bytes."""
 
-    Attributes:
-        name: the name of the setting, for people.
-        options: the options to type for it.
-        weights: the memory of all variables of the model.
-        gradients: the memory of the gradients, and of the copies of them that a step holds.
-        optimizer: the memory of slots and moving averages.
-        activations: the memory that grows with the batch.
-        rest: TensorFlow itself, the data, what else a step holds, and a checkpoint that is being written.
-        fits: whether the total fits; None: there is no limit.
-    """
-
-    name: str
-    options: list[str]
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    rest: int
-    fits: bool | None = None
+    name: str  # the name of the setting, for people
+    options: list[str]  # the options to type for it
+    weights: int  # the memory of all variables of the model
+    gradients: int  # the memory of the gradients, and of the copies of them that a step holds
+    optimizer: int  # the memory of slots and moving averages
+    activations: int  # the memory that grows with the batch
+    rest: int  # TensorFlow itself, the data, what else a step holds, and a checkpoint that is being written
+    fits: bool | None = None  # whether the total fits; None: there is no limit
 
     @property
     def total(self) -> int:
@@ -87,26 +70,16 @@ class Row:
 
 @dataclasses.dataclass
 class Report:
-    """The result of `memory`.
+    """The result of `memory`."""
 
-    Attributes:
-        command: the command of the training, without a setting.
-        task: the name of the task's class.
-        workers: the number of replicas.
-        batch_size: the size of the global batch.
-        on_gpu: whether it is the memory of a GPU, and not that of the host.
-        limit: the memory that a replica has, in bytes; None: there is no limit.
-        rows: the settings; those that cost the least time come first.
-        measured: the measured peaks in bytes, by the size of the batch; without and with `remat="full"`.
-    """
-
-    command: list[str]
-    task: str
-    workers: int
-    batch_size: int
-    on_gpu: bool
-    limit: float | None
-    rows: list[Row]
+    command: list[str]  # the command of the training, without a setting
+    task: str  # the name of the task's class
+    workers: int  # the number of replicas
+    batch_size: int  # the size of the global batch
+    on_gpu: bool  # whether it is the memory of a GPU, and not that of the host
+    limit: float | None  # the memory that a replica has, in bytes; None: there is no limit
+    rows: list[Row]  # the settings; those that cost the least time come first
+    # The measured peaks in bytes, by the size of the batch; without and with `remat="full"`.
     measured: dict[str, dict[int, int]]
 
     @property

@@ -34,21 +34,13 @@ _DEVICES = ("mirrored", "central")
 
 
 class Rerun(NamedTuple):
-    """How a second training has come out.
+    """How a second training has come out."""
 
-    Attributes:
-        first: the run directory of the first one.
-        second: that of the second one.
-        steps: the steps of both.
-        variables: how many variables were compared.
-        differing: those whose bits differ: their names, and the greatest differences.
-    """
-
-    first: Path
-    second: Path
-    steps: tuple[int, int]
-    variables: int
-    differing: dict[str, float]
+    first: Path  # the run directory of the first one
+    second: Path  # that of the second one
+    steps: tuple[int, int]  # the steps of both
+    variables: int  # how many variables were compared
+    differing: dict[str, float]  # those whose bits differ: their names, and the greatest differences
 
     @property
     def exact(self) -> bool:

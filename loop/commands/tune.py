@@ -45,23 +45,14 @@ _CLOSE = 0.9
 
 @dataclasses.dataclass
 class Row:
-    """A combination of settings, and what was measured with it.
+    """A combination of settings, and what was measured with it."""
 
-    Attributes:
-        changes: the settings that differ from those of the command, by the names of options.
-        speeds: the examples per second in each trial.
-        against: the ratio of its speed to the speed without changes.
-        memory: the greatest memory of a trial, in bytes, in all of its workers.
-        gpu_memory: the greatest memory of a trial on a GPU, in bytes.
-        problem: why it can't be measured, or "".
-    """
-
-    changes: dict[str, object]
-    speeds: list[float] = dataclasses.field(default_factory=list)
-    against: float | None = None
-    memory: int = 0
-    gpu_memory: int = 0
-    problem: str = ""
+    changes: dict[str, object]  # the settings that differ from those of the command, by the names of options
+    speeds: list[float] = dataclasses.field(default_factory=list)  # the examples per second in each trial
+    against: float | None = None  # the ratio of its speed to the speed without changes
+    memory: int = 0  # the greatest memory of a trial, in bytes, in all of its workers
+    gpu_memory: int = 0  # the greatest memory of a trial on a GPU, in bytes
+    problem: str = ""  # why it can't be measured, or ""
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.changes.items()) or "as it is"
@@ -74,23 +65,15 @@ class Row:
 
 @dataclasses.dataclass
 class Report:
-    """The result of `tune`.
+    """The result of `tune`."""
 
-    Attributes:
-        arguments: the arguments of `tfloop train`: the target and options.
-        about: the content of `run.json` of the run without changes.
-        rows: all combinations that were measured; the one without changes comes first.
-        best: the combination to take.
-        settings: all settings of the best combination that were tried, by the names of options; also unchanged ones.
-        notes: further remarks.
-    """
-
-    arguments: list[str]
-    about: JsonObject
-    rows: list[Row]
-    best: Row
+    arguments: list[str]  # the arguments of `tfloop train`: the target and options
+    about: JsonObject  # the content of `run.json` of the run without changes
+    rows: list[Row]  # all combinations that were measured; the one without changes comes first
+    best: Row  # the combination to take
+    # All settings of the best combination that were tried, by the names of options; also unchanged ones.
     settings: dict[str, object]
-    notes: list[str]
+    notes: list[str]  # further remarks
 
 
 def tune(

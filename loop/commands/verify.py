@@ -54,48 +54,29 @@ Arrays: TypeAlias = dict[str, np.ndarray]
 
 @dataclasses.dataclass
 class Comparison:
-    """A training on several replicas, compared with one on a single replica.
+    """A training on several replicas, compared with one on a single replica."""
 
-    Attributes:
-        precision: the precision of the layers.
-        engine: the backend.
-        replicas: the number of replicas.
-        differences: the largest relative difference by kind; nan if there are no numbers of this kind.
-        first: the name of the first number that differs, or "".
-        same: whether all differences are rounding.
-        note: why they could not be compared, or "".
-    """
-
-    precision: str
-    engine: str
-    replicas: int
+    precision: str  # the precision of the layers
+    engine: str  # the backend
+    replicas: int  # the number of replicas
+    # The largest relative difference by kind; nan if there are no numbers of this kind.
     differences: dict[str, float] = dataclasses.field(default_factory=dict)
-    first: str = ""
-    same: bool = False
-    note: str = ""
+    first: str = ""  # the name of the first number that differs, or ""
+    same: bool = False  # whether all differences are rounding
+    note: str = ""  # why they could not be compared, or ""
 
 
 @dataclasses.dataclass
 class Report:
-    """The result of `verify`.
+    """The result of `verify`."""
 
-    Attributes:
-        task: the name of the task.
-        batch_size: the size of the global batch.
-        steps: the number of steps.
-        comparisons: a comparison for each precision and backend.
-        causes: why numbers differ, or would differ with other data; as far as that can be known.
-        same: whether all numbers are the same everywhere.
-        devices: the devices on which they were compared, in words.
-    """
-
-    task: str
-    batch_size: int
-    steps: int
-    comparisons: list[Comparison]
-    causes: list[str]
-    same: bool
-    devices: str = ""
+    task: str  # the name of the task
+    batch_size: int  # the size of the global batch
+    steps: int  # the number of steps
+    comparisons: list[Comparison]  # a comparison for each precision and backend
+    causes: list[str]  # why numbers differ, or would differ with other data; as far as that can be known
+    same: bool  # whether all numbers are the same everywhere
+    devices: str = ""  # the devices on which they were compared, in words
 
 
 def verify(

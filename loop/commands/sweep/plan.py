@@ -43,31 +43,18 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which values are tried, and how.
+    """Which values are tried, and how."""
 
-    Attributes:
-        target: the task.
-        grid: by field, all values to try, as typed.
-        random: by field, the values to draw from, as typed: `16..256`, `1e-4..1e-1:log`, or `adam,sgd`.
-        metric: the metric that is optimized.
-        direction: `minimize` or `maximize`.
-        sampler: `tpe` or `random`.
-        pruner: `median` or `none`.
-        seed: the seed of the values that are drawn.
-        arguments: options of `tfloop train`.
-        place: the working directory of the trials.
-    """
-
-    target: str
-    grid: dict[str, str]
-    random: dict[str, str]
-    metric: str
-    direction: str
-    sampler: str
-    pruner: str
-    seed: int
-    arguments: list[str]
-    place: str
+    target: str  # the task
+    grid: dict[str, str]  # by field, all values to try, as typed
+    random: dict[str, str]  # by field, the values to draw from, as typed: `16..256`, `1e-4..1e-1:log`, or `adam,sgd`
+    metric: str  # the metric that is optimized
+    direction: str  # `minimize` or `maximize`
+    sampler: str  # `tpe` or `random`
+    pruner: str  # `median` or `none`
+    seed: int  # the seed of the values that are drawn
+    arguments: list[str]  # options of `tfloop train`
+    place: str  # the working directory of the trials
 
     def __post_init__(self) -> None:
         self._check_choice("sampler", self.sampler, SAMPLERS)

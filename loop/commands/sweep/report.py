@@ -13,25 +13,15 @@ from loop.commands.sweep.plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A trial, as tables and JSON show it.
+    """A trial, as tables and JSON show it."""
 
-    Attributes:
-        number: its number, from 0.
-        state: `complete`, `pruned`, `failed`, `running` or `waiting`.
-        params: the values of its fields, as texts for `--set`.
-        value: the last value of the metric; None: there is none.
-        seconds: the time from its start to its end; None: it has not ended.
-        problem: why it has failed; "": it hasn't.
-        run_dir: its run directory.
-    """
-
-    number: int
-    state: str
-    params: dict[str, str]
-    value: float | None
-    seconds: float | None
-    problem: str
-    run_dir: str
+    number: int  # its number, from 0
+    state: str  # `complete`, `pruned`, `failed`, `running` or `waiting`
+    params: dict[str, str]  # the values of its fields, as texts for `--set`
+    value: float | None  # the last value of the metric; None: there is none
+    seconds: float | None  # the time from its start to its end; None: it has not ended
+    problem: str  # why it has failed; "": it hasn't
+    run_dir: str  # its run directory
 
     @property
     def has_ended(self) -> bool:
@@ -41,17 +31,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The results of a sweep, as far as it has come.
+    """The results of a sweep, as far as it has come."""
 
-    Attributes:
-        plan: the plan of the sweep.
-        directory: the directory of the sweep.
-        rows: all trials.
-    """
-
-    plan: Plan
-    directory: Path
-    rows: list[Row]
+    plan: Plan  # the plan of the sweep
+    directory: Path  # the directory of the sweep
+    rows: list[Row]  # all trials
 
     @property
     def stopped(self) -> bool:
