@@ -221,10 +221,8 @@ def _launch(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> O
         fewest = f"{limits.low} to "
     many = place.workers or (limits.high if limits else 1)
     tell(f"starting {fewest}{plural(many, 'worker')}{where} ({place.backend}) ...")
-    if place.ray is None:
-        done = _run_job(typed, place, arguments)
-    else:
-        done = _run_on_ray(typed, place, arguments)
+    run = _run_job if place.ray is None else _run_on_ray
+    done = run(typed, place, arguments)
     if done.code == PREEMPTED and done.result is None and not done.error:
         tell(signals.STOPPED)
     return done[:3]

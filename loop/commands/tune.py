@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -231,11 +231,8 @@ class _Tuner:
         if self._code == 0 and workers and (speed := workers[0]["examples_per_second"]):
             row.speeds.append(speed)
             # On the host, workers share one memory; each has a GPU to itself.
-            host_memory = 0
-            for worker in workers:
-                host_memory += worker["memory"]
-                row.gpu_memory = max(row.gpu_memory, worker["gpu_memory"])
-            row.memory = max(row.memory, host_memory)
+            row.memory = max(row.memory, sum(map(itemgetter("memory"), workers)))
+            row.gpu_memory = max(row.gpu_memory, *map(itemgetter("gpu_memory"), workers))
             # The first trial is that of the training as it is.
             if not self._about:
                 self._about = read_json(directory / "run" / "run.json") | {"stream": workers[0]["stream"]}

@@ -34,6 +34,10 @@ _origin: Callable[[Hint], Hint] = typing.get_origin
 """The type without its arguments, such as list for list[int]; None for a type that takes none."""
 _BOOLS = {"true": True, "false": False, "1": True, "0": False}
 _CLOSING = {"[": "]", "(": ")"}
+_ENDS = _CLOSING | {'"': '"', "'": "'"}
+"""What ends a part of a text that begins so, and may have commas in it."""
+_SHOWN = {type(None): "None", bool: "bool (true or false)", ...: "..."}
+"""Types as messages show them; the last one is the second argument of `tuple[int, ...]`."""
 
 
 def set_fields(kind: type, assignments: Iterable[str], option: str = "--set") -> dict[str, Value]:
@@ -114,30 +118,22 @@ def plain(value: Value) -> Value:
 
 def split(text: str) -> list[str]:
     """The parts of a text between its commas. A part that starts with a bracket or a quote may have commas within."""
-    parts = []
-    part = ""
-    closing = ""  # what closes the brackets that are open, the innermost last
-    quote = ""
+    parts = [""]
+    ends = ""  # what ends the brackets and quotes that are open, the innermost last
     for character in text:
-        at_start = not part.strip()
-        if quote:
-            # Within quotes only the closing quote counts: brackets and commas are text.
-            if character == quote and not part.endswith("\\"):
-                quote = ""
-        elif character == "," and not closing:
-            parts.append(part)
-            part = ""
+        if character == "," and not ends:
+            parts.append("")
             continue
-        elif closing or at_start:
-            # Elsewhere, brackets and quotes are text, as in `it's`.
-            if character in "\"'":
-                quote = character
-            elif character in _CLOSING:
-                closing += _CLOSING[character]
-            else:
-                closing = closing.removesuffix(character)
-        part += character
-    return [*parts, part]
+        # Within quotes only the closing quote counts: brackets and commas are text.
+        in_quotes = ends.endswith(('"', "'"))
+        if character == ends[-1:]:
+            is_escaped = in_quotes and parts[-1].endswith("\\")
+            ends = ends if is_escaped else ends[:-1]
+        # Only these may open anything: elsewhere, brackets and quotes are text, as in `it's`.
+        elif character in _ENDS and not in_quotes and (ends or not parts[-1].strip()):
+            ends += _ENDS[character]
+        parts[-1] += character
+    return parts
 
 
 def _hints(kind: type) -> dict[str, Hint]:
@@ -290,8 +286,8 @@ def _typed_element(value: Value) -> str:
 def _literal(allowed: Iterable[Value], text: str) -> Value:
     """The value of a `Literal` that a text means."""
     for value in allowed:
-        ignores_case = isinstance(value, bool)  # `true`, as for a field of type bool
-        if str(value) == text or (ignores_case and str(value).lower() == text.lower()):
+        # `true`, as for a field of type bool.
+        if str(value) == (text.capitalize() if isinstance(value, bool) else text):
             return value
     raise ValueError
 
@@ -339,12 +335,8 @@ def _described(hint: Hint) -> str:
     kinds = _alternatives(hint)
     if len(kinds) > 1:
         return " or ".join(map(_described, kinds))
-    if hint is type(None):
-        return "None"
-    if hint is bool:
-        return "bool (true or false)"
-    if hint is ...:  # the second argument of `tuple[int, ...]`
-        return "..."
+    if hint in _SHOWN:
+        return _SHOWN[hint]
     if _origin(hint) is typing.Literal:
         return f"Literal (one of {', '.join(map(str, typing.get_args(hint)))})"
     if _is_sequence(hint):
