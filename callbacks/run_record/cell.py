@@ -40,9 +40,7 @@ def html(facts: Iterable[str], history: Sequence[Mapping[str, float]]) -> str:
         facts: short texts, such as the status and the number of steps.
         history: a row for each epoch, as in `FitResult.history`.
     """
-    names: dict[str, None] = {}  # a set in the order of the first occurrence: a metric may begin in a later epoch
-    for row in history:
-        names |= dict.fromkeys(row)
+    names = dict.fromkeys(itertools.chain.from_iterable(history))  # of all rows: a metric may begin in a later epoch
     for counter in COUNTERS:
         names.pop(counter, None)
     line = escape(mask(" · ".join(facts)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -63,10 +64,8 @@ def differences(records: Sequence[Record]) -> list[list[str]]:
 
 def metrics(records: Iterable[Record]) -> list[str]:
     """The metrics that these runs have, each once."""
-    known: dict[str, None] = {}  # a set in the order of the first occurrence
-    for record in records:
-        known |= dict.fromkeys(record.curves)
-    return list(known)
+    names = itertools.chain.from_iterable(map(attrgetter("curves"), records))
+    return list(dict.fromkeys(names))
 
 
 def best_or_last(record: Record, metric: str) -> float | None:
@@ -96,11 +95,8 @@ def _facts(record: Record) -> dict[str, object]:
 
 def _differing(label: str, runs: Sequence[Mapping[str, object]]) -> list[list[str]]:
     """The rows of one group of values, of which `runs` has those of each run."""
-    names: dict[str, None] = {}  # a set in the order of the first occurrence
-    for values in runs:
-        names |= dict.fromkeys(values)
     rows = []
-    for name in names:
+    for name in dict.fromkeys(itertools.chain.from_iterable(runs)):  # each once, in order
         # Compared as they are shown: no row has cells that all look the same.
         cells = [_cell(values, name) for values in runs]
         if len(set(cells)) > 1:

@@ -37,6 +37,7 @@ class Curve:
         about: what it wrote beside the peak.
         on_gpu: whether peaks are those of a GPU.
         peaks: in bytes, by the size of the batch.
+        growth: by how much the two largest batches differ; 0 if there is one.
         slope: how many bytes an example adds.
         fixed: the peak without any example, in bytes.
     """
@@ -50,15 +51,9 @@ class Curve:
         # The largest batches alone: with a small one, the peak may be where the optimizer works, without activations.
         last = sizes[-1]
         before = sizes[-2] if len(sizes) > 1 else last
-        growth = self.peaks[last] - self.peaks[before]
-        self.slope = max(0.0, growth / (last - before)) if last > before else 0.0
+        self.growth = self.peaks[last] - self.peaks[before]
+        self.slope = max(0.0, self.growth / (last - before)) if last > before else 0.0
         self.fixed = self.peaks[last] - self.slope * last
-
-    @property
-    def growth(self) -> float:
-        """By how much the two largest batches differ."""
-        sizes = sorted(self.peaks)
-        return self.peaks[sizes[-1]] - self.peaks[sizes[-2]] if len(sizes) > 1 else 0.0
 
 
 class Prober:

@@ -8,6 +8,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any
 
@@ -107,11 +108,8 @@ class Parts:
 
     def complete(self) -> list[int]:
         """The parts that are complete, increasing."""
-        numbers = []
-        for path in self.directory.glob("*.part"):
-            if path.stem.isdecimal():
-                numbers.append(int(path.stem))
-        return sorted(numbers)
+        stems = map(attrgetter("stem"), self.directory.glob("*.part"))
+        return sorted(map(int, filter(str.isdecimal, stems)))
 
     def write(self, part: int, blocks: Iterable[Columns]) -> None:
         """Writes a part, block by block."""

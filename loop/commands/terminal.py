@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shutil
@@ -236,8 +237,6 @@ def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str
     figure.plot_size(min(width(), 120), height)
 
     legend = []
-    all_steps: list[float] = []
-    all_values: list[float] = []
     for index, (label, points) in enumerate(shown.items()):
         color = COLORS[index % len(COLORS)]
         letter = label if len(label) == 1 else MARKERS[index % len(MARKERS)]
@@ -246,10 +245,8 @@ def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str
         figure.draw(figure.signal(steps, values, marker=marker).lines())
         entry = f"{letter} {label}" if plain() and letter != label else label
         legend.append(colored(entry + _left_out(curves[label]), color))
-        # The axes show all points, also those that are too many to be drawn.
-        for step, value in points:
-            all_steps.append(step)
-            all_values.append(value)
+    # The axes show all points, also those that are too many to be drawn.
+    all_steps, all_values = zip(*itertools.chain.from_iterable(shown.values()), strict=True)
     _scale(figure.ruler("x"), all_steps, "{:,.0f}")
     _scale(figure.ruler("y"), all_values, "{:.4g}")
 
@@ -261,7 +258,7 @@ def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str
 
 def _finite(points: Points) -> Points:
     """The points that can be plotted."""
-    return [point for point in points if math.isfinite(point[1]) and not _is_too_large(point)]
+    return [point for point in points if abs(point[1]) < _LARGEST]  # which nan isn't, either
 
 
 def _left_out(points: Points) -> str:
@@ -281,10 +278,11 @@ def _thinned(points: Points) -> Points:
     return [*points[:: 1 + len(points) // 1000], points[-1]]
 
 
-def _scale(ruler: Any, values: Sequence[float], form: str, ticks: int = 4) -> None:
+def _scale(ruler: Any, values: Sequence[float], form: str) -> None:
     """Has a ruler show all values, and a little around them where they are all the same."""
     low = min(values)
     high = max(values)
+    ticks = 4
     if high - low <= 1e-6 * max(abs(low), abs(high)):
         low -= abs(low) / 10 or 1
         high += abs(high) / 10 or 1

@@ -240,10 +240,9 @@ def _few(data: Dataset, options: Options) -> Dataset:
 def compare(precision: str, engine: str, replicas: int, reference: Arrays, numbers: Arrays) -> Comparison:
     """Compares recorded numbers with those of one replica; see `difference`."""
     comparison = Comparison(precision, engine, replicas)
-    for name in [*reference, *numbers]:
-        if name not in reference or name not in numbers:
-            comparison.note = f"only one of the two has {name}"
-            return comparison
+    if in_one := reference.keys() ^ numbers.keys():
+        comparison.note = f"only one of the two has {min(in_one)}"
+        return comparison
 
     scales = _scales(reference)
     for kind in KINDS:

@@ -94,16 +94,14 @@ def _parsed(path: Path, origin: str, target: str) -> ast.Module | None:
     """The file, parsed; None if it is too large or too deep for that."""
     try:
         content = path.read_bytes()
+        if b"\0" in content:
+            raise UsageError(f"TARGET {target!r}: {origin} is no text: give a Python file")
         if len(content) > _MOST_BYTES:
             return None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the import shows them
+        with warnings.catch_warnings(action="ignore"):  # the import shows them
             return ast.parse(content)
-    except (SyntaxError, ValueError) as error:
-        # For a NUL byte, Python raises one or the other, by its version.
-        if isinstance(error, SyntaxError) and b"\0" not in content:
-            raise UsageError(f"TARGET {target!r}: {origin}, line {error.lineno}: {error.msg}") from None
-        raise UsageError(f"TARGET {target!r}: {origin} is no text: give a Python file") from None
+    except SyntaxError as error:
+        raise UsageError(f"TARGET {target!r}: {origin}, line {error.lineno}: {error.msg}") from None
     except (OSError, RecursionError, MemoryError):
         return None
 
