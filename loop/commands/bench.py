@@ -77,15 +77,9 @@ def bench(
     rounds: int,
     progress: Callable[[str], None],
 ) -> Report:
-    """Measures all contenders, in turns.
+    """Measures all contenders in turns: each so many rounds, for so many seconds after a warm-up of half that time.
 
-    Args:
-        target: of the task.
-        assignments: texts `name=value`, as after `--set`.
-        batch_size: the global batch; None: the task's own.
-        seconds: how long each measures, after a warm-up of half that time.
-        rounds: how often each measures.
-        progress: is called with what is being measured.
+    Without a batch size, it is the task's own. `progress` is called with what is being measured.
 
     Raises:
         UsageError: the task can't be trained at all.

@@ -84,12 +84,8 @@ def chaos(
 ) -> Report:
     """Trains once undisturbed, then with kills until there were enough of them, and compares the results.
 
-    Args:
-        arguments: the arguments of `tfloop train`: the target and options, without the run directory and how often to
-            save.
-        plan: how the runs are killed.
-        directory: an empty directory for all runs.
-        progress: is called with a text that says what is being done.
+    The arguments are those of `tfloop train`, without the run directory and how often to save. All runs are in the
+    directory, which is empty. `progress` is called with a text that says what is being done.
 
     Raises:
         UsageError: the task can't be trained at all; or there is no /proc here.

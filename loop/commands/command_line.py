@@ -116,12 +116,8 @@ def arguments(typed: Mapping[str, object], assignments: Sequence[str], files: Se
 def callback_option(kind: type[Callback], argument: object = None) -> str:
     """The hidden option by which a command that starts `train` adds a callback of its own.
 
-    The @ tells it from what a user types. A callback with the attribute `alone` goes without checkpoints, progress and
-    MLflow beside it.
-
-    Args:
-        kind: the callback's class.
-        argument: what it is made with, which it must also take as a text; None: nothing.
+    The @ tells it from what a user types. The class must take its argument, if there is one, as a text. A callback with
+    the attribute `alone` goes without checkpoints, progress and MLflow beside it.
     """
     value = "" if argument is None else f"={argument}"
     return f"--callback=@{kind.__module__}:{kind.__qualname__}{value}"

@@ -32,10 +32,7 @@ class Option(NamedTuple):
 def arguments(paths: Sequence[Path], options: Mapping[str, Option], typed: Collection[str]) -> list[str]:
     """The arguments of a command line that say what files say; a later file wins over an earlier one.
 
-    Args:
-        paths: the files.
-        options: by their long names, without dashes: `batch-size`.
-        typed: the names of those that are typed, and win over all files.
+    The options are by their long names, without dashes: `batch-size`. Those that are typed win over all files.
 
     Raises:
         UsageError: a file can't be read, or says something that can't be typed so.

@@ -33,13 +33,7 @@ STEPS = 2
 def dry_run(task: TrainTask, backend: Backend, options: Options) -> JsonObject:
     """Builds all that `fit` builds, makes two steps from step 0 on, and evaluates. All workers must call it.
 
-    Args:
-        task: the task.
-        backend: the backend.
-        options: the options of `fit`. Those about the run directory and checkpoints don't count.
-
-    Returns:
-        What is known of the task; see `lines`.
+    Of the options of `fit`, those about the run directory and checkpoints don't count. For the result, see `lines`.
     """
     from loop.fit import fit
 

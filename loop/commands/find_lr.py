@@ -89,16 +89,8 @@ def find_lr(
 ) -> RangeTest:
     """Makes up to `steps` steps, with learning rates from `low` to `high`; stops when the loss diverges.
 
-    Several optimizers keep the ratios of their rates: the first one has the rates from `low` to `high`.
-
-    Args:
-        task: the task; of a task with phases, the first phase is tested.
-        backend: the backend, in one process.
-        options: the options of `fit`.
-        steps: the number of steps.
-        low: the first learning rate.
-        high: the last learning rate.
-        progress: is called with 1 after each step.
+    Several optimizers keep the ratios of their rates: the first one has the rates from `low` to `high`. Of a task with
+    phases, the first phase is tested. The backend is in one process. `progress` is called with 1 after each step.
 
     Raises:
         UsageError: the task can't be trained, or its rates have no ratio.

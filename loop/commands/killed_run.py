@@ -40,14 +40,8 @@ class Machine(NamedTuple):
 class Run:
     """A run that is started again until it has ended.
 
-    Args:
-        directory: the directory for all files of the run.
-        arguments: the arguments of `tfloop train`.
-        checkpoint_every: how often it saves, as typed; None: the default of `tfloop train`.
-        url: where it is in object storage; None: nowhere.
-
     Attributes:
-        url: as given.
+        url: where it is in object storage; None: nowhere.
         run_dir: the run directory on the machine that trains.
         examples: the directory of the logs of examples.
         command: the whole command.
@@ -137,13 +131,7 @@ class Run:
 
 
 class Attempt:
-    """All processes of one start of a run.
-
-    Args:
-        run: the run.
-        out: the file for stdout.
-        err: the file for stderr.
-    """
+    """All processes of one start of a run, with the files for their stdout and stderr."""
 
     def __init__(self, run: Run, out: BinaryIO, err: BinaryIO) -> None:
         self.run = run
@@ -198,8 +186,7 @@ class Attempt:
     def gone(self, seconds: float) -> bool:
         """Waits until all processes have ended; kills them if they haven't ended by themselves within that time.
 
-        Returns:
-            Whether they ended by themselves.
+        Returns whether they have.
         """
         deadline = time.monotonic() + seconds
         while self.process.poll() is None or self.processes():

@@ -116,14 +116,8 @@ def memory(
 ) -> Report:
     """Measures small batches without and with `remat="full"`, and computes what each setting needs.
 
-    Args:
-        target: the target of `tfloop train`.
-        assignments: the fields of the task, as typed.
-        batch_size: the size of the global batch; None: the task's own.
-        workers: the number of replicas.
-        limit: the memory that a replica has, in bytes; None: there is no limit.
-        progress: is called with a text that says what is being measured.
-        options: further options of `tfloop train`, by name.
+    Without a batch size, it is the task's own. The limit is what a replica has, in bytes. `progress` is called with a
+    text that says what is being measured. `options` are further options of `tfloop train`, by name.
 
     Raises:
         UsageError: the task can't be trained at all, or not with such a batch.
@@ -169,15 +163,9 @@ def _is_offered(setting: Setting, own: JsonObject, workers: int) -> bool:
 def _row(
     setting: Setting, curve: Curve, extra: float | None, batch_size: int, workers: int, limit: float | None
 ) -> Row:
-    """The memory that a replica needs with a setting.
+    """The memory that a replica needs with a setting, by the measurements of a single process.
 
-    Args:
-        setting: the setting.
-        curve: the measurements of a single process.
-        extra: how much more each of several workers takes, in bytes; None: it wasn't measured.
-        batch_size: the size of the global batch.
-        workers: the number of replicas.
-        limit: the memory that a replica has, in bytes; None: there is no limit.
+    `extra` is how much more each of several workers takes, in bytes; None: it wasn't measured.
     """
     about = curve.about
     own = about["own"]

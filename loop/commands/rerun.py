@@ -49,12 +49,7 @@ class Rerun(NamedTuple):
 
 
 def arguments(record: Record, options: Mapping[str, Option], about: Mapping[str, object]) -> list[str]:
-    """The options of `tfloop train` with which a run is made again.
-
-    Args:
-        record: of the run.
-        options: those that can be typed, by their long names without dashes.
-        about: its `run.json`.
+    """The options of `tfloop train` with which a run is made again, of those that can be typed, by their long names.
 
     Raises:
         UsageError: the run isn't one that has the same bits twice.
@@ -89,9 +84,7 @@ def _place(record: Record) -> Iterator[str]:
 def callback_arguments(about: Mapping[str, object], is_own: bool) -> Iterator[str]:
     """The words of a command line for the callbacks of a run that were typed.
 
-    Args:
-        about: the run's `run.json`.
-        is_own: whether this user has made the run: a callback may write a file that its text names.
+    `is_own` says whether this user has made the run: a callback may write a file that its text names.
     """
     for text in _callbacks(about).values():
         # Only the forms that a user may type: others name a class to import.
@@ -124,9 +117,7 @@ def _callbacks(about: Mapping[str, object]) -> dict[str, str]:
 def _typed_fields(record: Record, changed: object) -> Iterator[str]:
     """The words of a command line for the fields of a run's task.
 
-    Args:
-        record: of the run.
-        changed: the names of the fields that weren't at their defaults, as the run has recorded them; None: it has not.
+    `changed` has the names of the fields that weren't at their defaults; None: the run has not recorded them.
     """
     for name, value in record.hyperparameters.items():
         # Whether None or a list can be typed depends on the field's type; a default needn't be.

@@ -213,14 +213,10 @@ def bars(seconds: Mapping[str, float]) -> Table:
 
 
 def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str]:
-    """Curves over steps in one plot, with its title and legend above it; values that are not finite are left out.
+    """Curves over steps by label, in one plot below its title and legend; values that aren't finite are left out.
 
-    Values too large for a plot are left out, too, and counted in the legend: the line is drawn past them.
-
-    Args:
-        title: what the values are.
-        curves: by label. One that is a single character is its own marker where there are no colors.
-        height: lines of the plot.
+    Values too large for a plot are left out, too, and counted in the legend: the line is drawn past them. A label that
+    is a single character is its own marker where there are no colors.
     """
     shown = {}
     for label, points in curves.items():

@@ -23,14 +23,9 @@ _GRACE = 3.0  # seconds that a trial has to end, after it was asked to
 
 
 def run(arguments: Sequence[str], directory: Path) -> int:
-    """Trains in a process of its own, and waits for its end.
+    """Trains in a process of its own, and waits for its end; returns the exit code.
 
-    Args:
-        arguments: of `tfloop train`.
-        directory: where it has its temporary files, and `stderr`: what it says.
-
-    Returns:
-        The exit code.
+    The directory is for its temporary files, and for `stderr`: what it says.
     """
     return run_module("cli", ["train", *arguments], directory)
 

@@ -86,13 +86,9 @@ def tune(
 ) -> Report:
     """Tries one setting after the other, each with the best of those before it.
 
-    Args:
-        arguments: the arguments of `tfloop train`: the target and options.
-        only: the settings to try, out of `TUNED`.
-        seconds: how long a trial measures.
-        rounds: the number of trials of combinations that are close; they take turns.
-        batch_size: whether the fastest batch size is taken, too. It changes what is learned.
-        progress: is called with a text that says what is being measured.
+    The arguments are those of `tfloop train`. Only these settings are tried, out of `TUNED`. Combinations that are
+    close are tried in turns, so many rounds. The fastest batch size is taken only if asked for, since it changes what
+    is learned. `progress` is called with a text that says what is being measured.
 
     Raises:
         UsageError: the task can't be trained at all.

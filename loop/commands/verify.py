@@ -90,14 +90,17 @@ def verify(
 ) -> Report:
     """Trains a task for a few steps in several ways, and compares gradients, weights, statistics and metrics.
 
+    The task's own options (`TrainTask.defaults`) are kept, except the length of the training, and those given here. It
+    trains on one device, and on each of these numbers of devices: GPUs if there are enough, else logical CPU devices.
+
     Args:
-        task: the task. Its own options (`TrainTask.defaults`) are kept, except the length of the training.
-        batch_size: the size of the global batch; None: the task's own.
-        replicas: the numbers of devices to train on, beside one: GPUs if there are enough, else logical CPU devices.
+        task: the task.
+        batch_size: the size of the global batch.
+        replicas: the numbers of devices.
         job: records the task in real processes, into a directory; returns an error, or "". None: no processes.
         job_engine: the backend of these processes.
         progress: is called with a text that says what is being done.
-        compile: `graph` or `xla`; None: the task's own.
+        compile: `graph` or `xla`.
 
     Raises:
         UsageError: the task can't be trained at all.

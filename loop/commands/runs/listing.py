@@ -25,13 +25,10 @@ _IN_JSON = (*FIELDS, "reason", "total_steps", "hyperparameters", "options", "ver
 
 
 def listed(root: Path, filters: Sequence[str], sort: str | None, metric: str | None) -> list[Record]:
-    """The runs below `root` that pass all filters, sorted.
+    """The runs below `root` that pass all filters (see `Filter`), sorted by a field, metric or hyperparameter.
 
-    Args:
-        root: the folder of the runs.
-        filters: conditions such as `status=finished` or `eval_loss<0.3`; see `Filter`.
-        sort: a field, metric or hyperparameter; a `-` before it reverses the order; None: by the time of the start.
-        metric: the metric that `table` is to show. Here it is only checked.
+    A `-` before the column reverses the order; without one, it is that of the start. The metric, which `table` is to
+    show, is only checked here.
 
     Raises:
         UsageError: a filter, column, metric or value that makes no sense for these runs.

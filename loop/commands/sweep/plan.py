@@ -189,9 +189,7 @@ def is_directory(target: str) -> bool:
 def reopened(directory: Path, trusted: bool = False) -> tuple[Plan, int]:
     """The plan of a sweep that was begun in this directory, and its number of trials.
 
-    Args:
-        directory: the directory of the sweep.
-        trusted: accepts a sweep that another user has begun.
+    One that another user has begun is accepted only if it is trusted.
 
     Raises:
         UsageError: the directory has no sweep, or the sweep can't be continued by the directory alone.
@@ -226,12 +224,7 @@ def arguments(
 ) -> list[str]:
     """The arguments of `tfloop train` for all trials: what was typed, and what files say; without the fields that vary.
 
-    Args:
-        typed: the options that were typed, by name; None: not typed.
-        assignments: what was typed after `--set`.
-        files: the files of options.
-        options: the options that a file can have.
-        swept: the fields that vary.
+    `options` are those that a file can have, and `swept` the fields that vary.
     """
     # What was typed, and the fields that vary, win over the files.
     winning = []

@@ -44,17 +44,10 @@ def sweep(
     directory: Path | None = None,
     stream: TextIO | None = None,
 ) -> Report:
-    """Runs the trials that have not ended.
+    """Runs the trials that have not ended, several at the same time; `trials` counts those that have ended, too.
 
-    SIGTERM or SIGINT asks the trials that run to save and end. A second one ends them at once.
-
-    Args:
-        plan: the plan of the sweep.
-        kind: the task's class.
-        trials: how many trials there are to be, with those that have ended.
-        jobs: how many trials run at the same time.
-        directory: the directory of the sweep; None: see `Plan.directory`.
-        stream: where to show the trials; None: stderr.
+    SIGTERM or SIGINT asks the trials that run to save and end. A second one ends them at once. Without a directory, it
+    is `Plan.directory`. The trials are shown on stderr, if on no other stream.
 
     Raises:
         UsageError: the task has no such fields; the directory has another sweep, or is in use; or the trials have no
