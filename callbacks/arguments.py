@@ -41,13 +41,7 @@ def plain_numbers(value: object) -> object:
 
 
 def check(callback: object, is_valid: bool, fix: str, **given: object) -> None:
-    """Refuses an invalid argument of a callback.
-
-    Args:
-        callback: the callback.
-        is_valid: whether the argument is valid.
-        fix: what to give instead.
-        **given: the argument, or arguments that don't fit together, by name.
+    """Refuses an argument of a callback, or arguments that don't fit together; the fix says what to give instead.
 
     Raises:
         ValueError: it isn't valid.
@@ -60,17 +54,10 @@ def check(callback: object, is_valid: bool, fix: str, **given: object) -> None:
 def stored_number(
     state: JsonObject, name: str, whole: bool = False, optional: bool = False, least: float = -math.inf
 ) -> Json:
-    """A finite number of a callback's state in a checkpoint, which may be of any origin.
-
-    Args:
-        state: the state.
-        name: of the number in it.
-        whole: whether it must be a whole number.
-        optional: whether it may be None.
-        least: the least number that it may be.
+    """A finite number of a callback's state in a checkpoint, which may be of any origin; if it is optional, also None.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is something else, less than `least`, or not whole where it must be.
     """
     value = state[name]
     is_valid = is_whole(value, least) if whole else is_number(value, least)

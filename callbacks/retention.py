@@ -32,14 +32,9 @@ class Policy:
 
 
 def retained(checkpoints: Iterable[Saved], policy: Policy, pinned: Collection[int | None] = ()) -> set[int]:
-    """The steps of the checkpoints that stay.
+    """The steps of the checkpoints that stay, out of all complete ones; those that are pinned stay in any case.
 
     Their order is that of their steps: clocks may differ from machine to machine. Time counts for `hourly` alone.
-
-    Args:
-        checkpoints: all complete ones.
-        policy: which of them stay.
-        pinned: steps that stay in any case.
     """
     in_order = sorted(checkpoints, key=lambda saved: saved.step)
     best = ranked(in_order, policy.sign)[: policy.best]

@@ -54,13 +54,7 @@ def values(fields: Mapping[str, Json]) -> str:
 
 
 def note(about: JsonObject, of: Record, status: str) -> str:
-    """The description of a run, as Markdown. What failed comes first.
-
-    Args:
-        about: its `run.json`.
-        of: its record.
-        status: how it stands.
-    """
+    """The description of a run with this status, by its `run.json` and its record, as Markdown; what failed first."""
     lines = [f"**{_plain(of.task or 'Run')}** · {shown_status(status)}"]
     if status == "failed" and of.faults:
         fault = of.faults[-1]

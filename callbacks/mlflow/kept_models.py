@@ -19,14 +19,7 @@ CHECKPOINT = "tfloop.checkpoint"
 
 
 def update(client: Foreign, run: Foreign, of: Record, params: Mapping[str, str]) -> None:
-    """Gives each checkpoint that a run has kept its model, and removes the models of checkpoints that are gone.
-
-    Args:
-        client: MLflow's client.
-        run: the MLflow run.
-        of: the record of the run, with its checkpoints.
-        params: the hyperparameters, as MLflow takes them.
-    """
+    """Gives each checkpoint that a run has kept its model, and removes the models of checkpoints that are gone."""
     present = {}  # by the checkpoint's name
     for model in _models(client, run):
         if CHECKPOINT in model.tags:  # the others are the user's

@@ -31,14 +31,7 @@ _PARAMS_AT_ONCE = 10  # MLflow takes 100 parameters and 1 MB in a request
 
 
 class MLflowRun:
-    """The MLflow run of a run directory.
-
-    Args:
-        directory: the run directory.
-        uri: the tracking store.
-        experiment: the experiment's name.
-        names: names and values as MLflow takes them.
-    """
+    """The MLflow run of a run directory, in a tracking store, with names and values as MLflow takes them."""
 
     def __init__(self, directory: Path, uri: str, experiment: str, names: Names) -> None:
         self.directory = directory
@@ -53,11 +46,7 @@ class MLflowRun:
         return run_id != self._state.get("given")
 
     def find(self, client: Foreign, parent_id: str | None) -> Foreign:
-        """The MLflow run, which is created if there is none.
-
-        Args:
-            client: MLflow's client.
-            parent_id: the MLflow run of the sweep of which this run is a trial; None if it is none.
+        """The MLflow run, which is created if there is none; of a trial, within the run of its sweep.
 
         Raises:
             ValueError: the run, its experiment, or a run that the user has named isn't there, or was deleted.

@@ -34,12 +34,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def html(facts: Iterable[str], history: Sequence[Mapping[str, float]]) -> str:
-    """The facts of a run and its metrics, as HTML.
-
-    Args:
-        facts: short texts, such as the status and the number of steps.
-        history: a row for each epoch, as in `FitResult.history`.
-    """
+    """The facts of a run, such as its status, and its metrics by epoch, as HTML."""
     names = dict.fromkeys(itertools.chain.from_iterable(history))  # of all rows: a metric may begin in a later epoch
     for counter in COUNTERS:
         names.pop(counter, None)
@@ -55,13 +50,9 @@ def comparison(
     curves: Mapping[str, Sequence[Points]],
     differences: Sequence[Sequence[str]],
 ) -> str:
-    """Several runs as HTML.
+    """Several runs as HTML: rows of results and of differing settings, each with a name and the value of each run.
 
-    Args:
-        names: of the runs.
-        results: a row for each metric: its name, and the value of each run.
-        curves: by metric, the points (step, value) of each run.
-        differences: a row for each setting that isn't the same in all runs: its name, and the value of each run.
+    The curves are by metric: the points (step, value) of each run.
     """
     heads = list(map(_head, names, COLORS))  # not more than there are colors
     rows = []

@@ -149,12 +149,8 @@ def chart(
 ) -> Chart:
     """A picture of lines, with a dashed line at each step of `marks`; a value that is not finite is a gap.
 
-    Args:
-        title: the name of the values.
-        lines: the curves; one without points is left out.
-        marks: steps.
-        most: how many points of a line the script has.
-        dotted: how many points a line may have that has a dot at each of them.
+    A line without points is left out. The script has at most `most` points of a line; one of at most `dotted` points
+    has a dot at each.
     """
     detailed = []  # what the script has
     drawn = []  # what the page shows without it

@@ -16,14 +16,10 @@ COUNTERS = ("epoch", "step", "examples")
 
 
 def of_entries(entries: Iterable[tuple[JsonObject, int]], end: int | None = None) -> list[Row]:
-    """The rows that the lines of a journal give, in order.
+    """The rows that the lines of a journal give, in order; of those lines that end within its first `end` bytes.
 
     A `restore` line begins another attempt, which makes later steps again: the rows of those are dropped. The line
     holds the whole history if the lines before it don't give it. A malformed line is passed over.
-
-    Args:
-        entries: the lines, each with the offset of its end; see `journal.read`.
-        end: bytes of the journal that count; None: all.
     """
     rows: dict[float, Row] = {}  # by epoch, in the order in which the epochs ended
     for entry, offset in entries:

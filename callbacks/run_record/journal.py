@@ -135,13 +135,10 @@ def _append(path: Path, file: IO[bytes], line: bytes) -> None:
 
 
 def artifact(run: Run, path: Path, to: str | None = None, register: str | None = None) -> None:
-    """Notes a complete file or directory that MLflow is to store as an artifact.
+    """Notes a complete file or directory that MLflow is to store as an artifact. The chief alone calls it.
 
-    Args:
-        run: the run, on its chief.
-        path: where it is, within the run directory.
-        to: the directory of the artifact; None: as in the run directory.
-        register: the name under which a model is registered; None: it isn't.
+    Without `to`, the directory of the artifact, it is stored as it lies in the run directory. A model may be registered
+    by a name.
     """
     more = {}
     if to is not None:
@@ -185,15 +182,10 @@ def read_history(path: Path, end: int | None = None) -> list[history.Row]:
 
 
 def read(path: Path, offset: int = 0, events: Sequence[str] = ()) -> Iterator[tuple[JsonObject, int]]:
-    """The complete lines of a journal from byte `offset` on, each with the offset of its end.
+    """The complete lines of a journal from byte `offset` on, of all or these events, each with the offset of its end.
 
     A last line that is incomplete, because it is being written or a kill has torn it, is not read. A line that is no
     JSON object is passed over.
-
-    Args:
-        path: the journal.
-        offset: where to start, in bytes.
-        events: the events whose lines are wanted; empty: all.
     """
     wanted = [f'"event": "{event}"'.encode() for event in events]  # as `_line` writes it
     for line, end in lines(path, offset) if path.exists() else ():

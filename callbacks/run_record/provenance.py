@@ -66,12 +66,9 @@ def collect(run_dir: Path, task_file: Path | None) -> dict[str, object]:
 
 
 def text(run_dir: Path, provenance: dict[str, object], what: str) -> str | None:
-    """A text that a run has kept; None if there is none.
+    """A text that a run has kept, `task` or `diff`; None if there is none.
 
-    Args:
-        run_dir: the run directory.
-        provenance: the facts in its `run.json`, which may be damaged or a stranger's.
-        what: `task` or `diff`.
+    The facts are those of its `run.json`, which may be damaged or a stranger's.
     """
     name = provenance.get(f"{what}_copy")
     # A name alone: with a path, a stranger's `run.json` could show any file of this machine.
@@ -86,9 +83,7 @@ def text(run_dir: Path, provenance: dict[str, object], what: str) -> str | None:
 def changes(before: object, now: dict[str, object]) -> list[str]:
     """What code differs in between two attempts, a short text each; what one of them doesn't record is left out.
 
-    Args:
-        before: the facts in the `run.json` of the last attempt, which may be damaged or a stranger's.
-        now: those of this attempt.
+    The facts of the attempt before come from its `run.json`, which may be damaged or a stranger's.
     """
     if not isinstance(before, dict):
         return []

@@ -132,9 +132,8 @@ def under_way(path: Path) -> bool:
 def read(path: Path, whole: bool = True) -> Record:
     """What a run directory says about its run. Nothing in it is an error: what can't be read is left out.
 
-    Args:
-        path: the run directory.
-        whole: False leaves out what is slow to read: points within epochs but the last, checkpoints, split, stalls.
+    Where the whole isn't wanted, what is slow to read is left out, too: points within epochs but the last, checkpoints,
+    split, stalls.
     """
     return Reader(path, whole).read()
 

@@ -75,10 +75,7 @@ def typed(value: Value) -> str:
 def restored(kind: type, recorded: Mapping[str, Value], changed: Collection[str] | None = None) -> dict[str, Value]:
     """The values of a task's fields from the JSON values that a run has recorded; without those at their defaults.
 
-    Args:
-        kind: the task's class.
-        recorded: the values, by field.
-        changed: the fields that weren't at their defaults; None: the run hasn't recorded that.
+    `changed` has the fields that weren't at their defaults; None: the run hasn't recorded that.
 
     Raises:
         UsageError: the run has a text in place of an object, such as a function.
