@@ -129,18 +129,15 @@ class MLflowRun:
         from mlflow.entities import Param, RunTag
 
         # What the store has already isn't sent again: a changed value of a parameter would be an error.
-        params = []
-        for name, value in self._names.texts(self._params()):
-            if name not in run.data.params:
-                params.append(Param(name, value))
-        tags = []
-        for name, value in self._names.texts(self._tags(run)):
-            if run.data.tags.get(name) != value:
-                tags.append(RunTag(name, value))
-        for start in range(0, len(params), _PARAMS_AT_ONCE):
-            client.log_batch(run.info.run_id, params=params[start : start + _PARAMS_AT_ONCE])
-        for start in range(0, len(tags), _PARAMS_AT_ONCE):
-            client.log_batch(run.info.run_id, tags=tags[start : start + _PARAMS_AT_ONCE])
+        params = self._names.texts(self._params())
+        tags = self._names.texts(self._tags(run))
+        missing = {
+            "params": [Param(name, value) for name, value in params if name not in run.data.params],
+            "tags": [RunTag(name, value) for name, value in tags if run.data.tags.get(name) != value],
+        }
+        for kind, entries in missing.items():
+            for start in range(0, len(entries), _PARAMS_AT_ONCE):
+                client.log_batch(run.info.run_id, **{kind: entries[start : start + _PARAMS_AT_ONCE]})
         # A run that goes on is shown as running again. One that the user has begun is the user's to start and end.
         if self.is_ours(run.info.run_id) and self._about["status"] == "running" and run.info.status != "RUNNING":
             client.update_run(run.info.run_id, status="RUNNING")

@@ -18,7 +18,7 @@ from callbacks.metric_direction import lower_is_better
 from callbacks.run_record import journal
 from callbacks.run_record.redaction import mask, printable, redact
 from callbacks.run_record.story import STEP, Fault, Story
-from callbacks.run_record.values import as_count, as_dict, as_number, as_stamp, as_text, clean, parsed
+from callbacks.run_record.values import as_count, as_counter, as_dict, as_number, as_stamp, as_text, clean, parsed
 from callbacks.types import JsonObject
 
 ABOUT = "run.json"
@@ -171,9 +171,9 @@ class Reader:
             seconds=story.timeline.seconds,
             lives=story.timeline.attempts,
             # Either may be behind: `run.json` while the run trains, the journal where the run has none.
-            steps=max(story.step, as_count(progress.get("step")) or 0),
-            epochs=max(story.epoch, as_count(progress.get("epoch")) or 0),
-            examples=max(story.examples, as_count(progress.get("examples")) or 0),
+            steps=max(story.step, as_counter(progress.get("step"))),
+            epochs=max(story.epoch, as_counter(progress.get("epoch"))),
+            examples=max(story.examples, as_counter(progress.get("examples"))),
             total_steps=story.total_steps,
             parameters=as_count(about.get("parameters")),
             hyperparameters=as_dict(about.get("hyperparameters")),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from callbacks.error_text import recorded
 from callbacks.run_record.redaction import mask, printable
-from callbacks.run_record.values import as_count, as_dict, as_number, as_seconds, as_text, parsed
+from callbacks.run_record.values import as_count, as_counter, as_dict, as_number, as_seconds, as_text, parsed
 from callbacks.types import Json, JsonObject
 
 SPEED = "examples_per_second"
@@ -212,10 +212,10 @@ class Story:
         self.pass_time(time)
         self.timeline.begin_with(time)
         if entry.get("beside"):  # of an earlier step: another process has evaluated a checkpoint
-            self.curves.add(event, as_count(entry.get("step")) or 0, as_dict(entry.get("metrics")))
+            self.curves.add(event, as_counter(entry.get("step")), as_dict(entry.get("metrics")))
             return
-        self.epoch = as_count(entry.get("epoch")) or 0
-        self.step = as_count(entry.get("step")) or 0
+        self.epoch = as_counter(entry.get("epoch"))
+        self.step = as_counter(entry.get("step"))
         if event in ("steps_end", "eval_end", "epoch_end"):
             self._measured(event, entry)
         if event in _READERS:

@@ -76,6 +76,11 @@ def as_count(value: object) -> int | None:
     return int(number) if number is not None and 0 <= number < _LARGEST else None
 
 
+def as_counter(value: object) -> int:
+    """The same, and 0 for anything else."""
+    return as_count(value) or 0
+
+
 def as_seconds(parts: Mapping[str, Json]) -> dict[str, float]:
     """Durations by part; values that can't be one are left out."""
     durations = {}

@@ -232,7 +232,8 @@ def _compare(report: Report, run: Run, reference: Reference) -> None:
     """Notes in the report how a run has come out, compared with the undisturbed one."""
     expected = reference.result["weights_sha256"]
     weights = run.result()["weights_sha256"]
-    distance = 0.0 if weights == expected else _distance(reference.variables, _variables(run))
+    distances = map(_distance, reference.variables, _variables(run))
+    distance = 0.0 if weights == expected else max(distances, default=0.0)
     report.distance = max(report.distance, distance)
     # Only a run that has moved may differ, and by rounding alone.
     is_rounding = bool(report.machines) and distance <= ROUNDING
@@ -249,14 +250,10 @@ def _compare(report: Report, run: Run, reference: Reference) -> None:
         report.problems += [f"run {report.runs}: {text}" for text in others]
 
 
-def _distance(expected: Sequence[np.ndarray], found: Sequence[np.ndarray]) -> float:
+def _distance(one: np.ndarray, other: np.ndarray) -> float:
     """The largest difference of two variables, relative to the largest number of the first one, or to 1."""
-    largest = 0.0
-    for one, other in zip(expected, found, strict=True):
-        scale = max(1.0, float(np.abs(one).max(initial=0.0)))
-        apart = float(np.abs(one.astype("float64") - other.astype("float64")).max(initial=0.0))
-        largest = max(largest, apart / scale)
-    return largest
+    scale = float(np.abs(one).max(initial=1.0))
+    return float(np.abs(one.astype("float64") - other.astype("float64")).max(initial=0.0)) / scale
 
 
 def _few(texts: Iterator[str]) -> list[str]:

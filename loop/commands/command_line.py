@@ -21,6 +21,7 @@ from callbacks.nearest import nearest
 from callbacks.run_record.redaction import tell
 from loop.errors import BAD_INPUT, FAILED, TrainingError, UsageError
 from loop.launch import explain
+from loop.launch.backend_choice import MOST_WORKERS
 from loop.launch.environment import JOB
 
 _OF_PARSER = {
@@ -80,6 +81,12 @@ def schedule(text: str | None) -> int | str:
     except ValueError as error:
         raise UsageError(f"--checkpoint-every {text}: {error}") from None
     return every
+
+
+def check_threads(threads: int | None) -> None:
+    """Refuses what was typed as `--threads`, if it is no number of threads."""
+    if threads is not None and not 1 <= threads <= MOST_WORKERS:
+        raise UsageError(f"--threads {threads}: give a whole number >= 1, at most {MOST_WORKERS}")
 
 
 def evaluates_beside(device: str | None, eval_every: str | None) -> list[Callback]:

@@ -22,7 +22,6 @@ from loop.commands import command_line, dry_run, memory_advice, runs, tracking, 
 from loop.commands.train_place import Place, read_place
 from loop.errors import FAILED, OUT_OF_MEMORY, PREEMPTED, OutOfMemoryError, UsageError
 from loop.launch import hosts, job, ray_cluster, signals, ssh, stderr
-from loop.launch.backend_choice import MOST_WORKERS
 from loop.launch.elastic_job import run_elastic_job
 from loop.launch.environment import JOB, LAUNCHER, START_TIMEOUT, job_rank, job_size, start_timeout
 from loop.launch.fixed_job import MOST_RESTARTS, run_job
@@ -156,8 +155,7 @@ def _options(typed: SimpleNamespace) -> Options:
 
 def _check(typed: SimpleNamespace) -> None:
     """Refuses values that no backend can have; sets what all workers are to have."""
-    if typed.threads is not None and not 1 <= typed.threads <= MOST_WORKERS:
-        raise UsageError(f"--threads {typed.threads}: give a whole number >= 1, at most {MOST_WORKERS}")
+    command_line.check_threads(typed.threads)
     made = typed_callbacks.make(typed.callback)  # refused here, before TensorFlow loads
     if typed_callbacks.of_commands(typed.callback):  # another command has started this one, and is not to be outlived
         die_with_parent()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -56,14 +57,10 @@ def _best_values(records: Sequence[Record], metric: str | None) -> list[list[str
         if name.startswith(STEP) and name != metric:
             continue
         values = [best_or_last(record, name) for record in records]
-        top = best_of_all(name, values)
-        row = [name]
-        for value in values:
-            if value is None:
-                row.append("-")
-            else:
-                # A blank stands where another cell has its star, so that the numbers end flush.
-                star = "*" if value == top else " "
-                row.append(f"{value:.6g}{star}")
-        rows.append(row)
+        rows.append([name, *map(partial(_cell, best_of_all(name, values)), values)])
     return rows
+
+
+def _cell(top: float | None, value: float | None) -> str:
+    # A blank stands where another cell has its star, so that the numbers end flush.
+    return "-" if value is None else f"{value:.6g}{'*' if value == top else ' '}"

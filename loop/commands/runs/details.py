@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from callbacks.formats import lasting, plural, size
@@ -85,10 +86,7 @@ def _facts(record: Record) -> list[Table]:
         "options": _pairs(options),
         "versions": _pairs(record.versions),
     }
-    rows = []
-    for name, text in facts.items():
-        if text:
-            rows.append([name, text])
+    rows = list(filter(itemgetter(1), facts.items()))
     return [terminal.table(rows)] if rows else []
 
 
