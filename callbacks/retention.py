@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterable
+from operator import attrgetter
 
 _HOUR = 3600.0
 
@@ -36,7 +37,7 @@ def retained(checkpoints: Iterable[Saved], policy: Policy, pinned: Collection[in
 
     Their order is that of their steps: clocks may differ from machine to machine. Time counts for `hourly` alone.
     """
-    in_order = sorted(checkpoints, key=lambda saved: saved.step)
+    in_order = sorted(checkpoints, key=attrgetter("step"))
     best = ranked(in_order, policy.sign)[: policy.best]
     # `last` is at least 1: [-0:] would be all of them.
     kept = {saved.step: saved for saved in [*in_order[-policy.last :], *best]}
@@ -63,7 +64,7 @@ def ranked(checkpoints: Iterable[Saved], sign: int) -> list[Saved]:
 
 def _fit(kept: dict[int, Saved], safe: Collection[int | None], max_bytes: int) -> None:
     """Takes out the oldest ones until the rest fits."""
-    total = sum(saved.bytes for saved in kept.values())
+    total = sum(map(attrgetter("bytes"), kept.values()))
     for step in sorted(kept):  # a list of its own: `kept` shrinks
         if total <= max_bytes:
             break

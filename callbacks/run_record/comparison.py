@@ -40,7 +40,7 @@ class _Compared:
 
 def html(records: Sequence[Record], live: bool = False) -> str:
     """The page of several runs; a live one asks the server that it comes from for what is new."""
-    names = [record.name for record in records]
+    names = list(map(attrgetter("name"), records))
     return page.rendered(
         "comparison.html",
         live,

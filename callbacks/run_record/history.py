@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 
 from callbacks.types import Json, JsonObject
 
@@ -46,8 +47,7 @@ def until(rows: Sequence[Row], step: int) -> list[Row]:
 
 def missing(rows: Sequence[Row], epochs: int) -> int:
     """How many of the first `epochs` epochs have no row."""
-    present = {row["epoch"] for row in rows}
-    return sum(epoch not in present for epoch in range(1, epochs + 1))
+    return len(set(range(1, epochs + 1)).difference(map(itemgetter("epoch"), rows)))
 
 
 def as_numbers(row: Mapping[str, Json]) -> Row:

@@ -12,6 +12,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,8 +66,8 @@ class Report:
 
     def best(self, name: str) -> Contender | None:
         """The fastest way of a contender; None: it was not measured."""
-        ways = [contender for contender in self.contenders if contender.name == name and contender.speeds]
-        return max(ways, key=lambda contender: contender.speed, default=None)
+        ways = filter(lambda contender: contender.name == name and contender.speeds, self.contenders)
+        return max(ways, key=attrgetter("speed"), default=None)
 
 
 def bench(

@@ -41,12 +41,9 @@ def dry_run(task: TrainTask, backend: Backend, options: Options) -> JsonObject:
     # What is evaluated at all is evaluated after the last step that is made.
     every = with_defaults(task, options)["eval_every"]
     if isinstance(every, dict):
-        every = dict(every)
-        for name, pace in every.items():
-            if pace != "never":
-                every[name] = STEPS
-    elif every != "never":
-        every = STEPS
+        every = {name: _at_end(pace) for name, pace in every.items()}
+    else:
+        every = _at_end(every)
     # Without checkpoints there are no best weights to keep.
     changes = {"eval_every": every, "resume": None, "profile": None, "keep": "last"}
     chosen = callbacks.standard(checkpoint=None, journal=None, mlflow=None, progress=None) + [look]
@@ -56,6 +53,10 @@ def dry_run(task: TrainTask, backend: Backend, options: Options) -> JsonObject:
     hosts, gpus = zip(*backend.gather_json(peak_memory()), strict=True)
     look.about["memory"] |= {"peak": list(hosts), "gpu_peak": list(gpus)}
     return look.about | {"status": result.status, "steps": result.steps}
+
+
+def _at_end(pace: object) -> object:
+    return pace if pace == "never" else STEPS
 
 
 class _Look(Callback):

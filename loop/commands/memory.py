@@ -12,6 +12,7 @@ import math
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,12 +86,12 @@ class Report:
     @property
     def smallest(self) -> Row:
         """The row that needs the least memory."""
-        return min(self.rows, key=lambda row: row.total)
+        return min(self.rows, key=attrgetter("total"))
 
     @property
     def best(self) -> Row | None:
         """The row that fits and costs the least time; None: none fits, or there is no limit."""
-        return next((row for row in self.rows if row.fits), None)
+        return next(filter(attrgetter("fits"), self.rows), None)
 
 
 def parse_size(text: str) -> float:
@@ -258,7 +259,7 @@ def _verdict(report: Report) -> Iterator[str]:
         yield "--memory 16GB says which is the fastest that fits in so much"
         return
     limit = size(report.limit)
-    if any(not row.fits for row in report.rows):
+    if not all(map(attrgetter("fits"), report.rows)):
         yield f"! doesn't fit in {limit}"
     if report.best is None:
         yield f"none fits in {limit}: the smallest is {smallest.name}, {size(smallest.total)}"

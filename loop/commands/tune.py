@@ -284,7 +284,7 @@ def available() -> int:
 
 def lines(report: Report) -> list[RenderableType]:
     """The report for people: a table, its best row in color, and notes."""
-    on_gpu = any(row.gpu_memory for row in report.rows)
+    on_gpu = any(map(attrgetter("gpu_memory"), report.rows))
     head = ["", "examples/s", "as it is = 1", "peak memory", *["on the GPU"] * on_gpu, ""]
     rows = []
     problems = []

@@ -10,6 +10,7 @@ import re
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeAlias
 
@@ -136,7 +137,7 @@ def verify(
     options = options_of(task, "float32", batch_size)
     # Even if all numbers agree: a mistake may change nothing with this data.
     causes = diagnose.causes(task, options)
-    if not causes and not all(comparison.same for comparison in comparisons):
+    if not causes and not all(map(attrgetter("same"), comparisons)):
         causes = [UNKNOWN]
     return Report(type(task).__name__, options["batch_size"], steps, comparisons, causes, not causes, compared_on)
 
@@ -348,7 +349,7 @@ def lines(report: Report) -> Iterator[tuple[str, bool | None]]:
     if report.same:
         yield "the same numbers everywhere", True
     # No number differs, but `diagnose` has found a mistake.
-    elif all(comparison.same for comparison in report.comparisons):
+    elif all(map(attrgetter("same"), report.comparisons)):
         yield "the numbers agree here by chance: with weights, or other data, they won't", False
     else:
         yield "not the same numbers", False

@@ -124,11 +124,10 @@ def _bindings(tree: ast.Module) -> dict[str, ast.stmt] | None:
     """The names that a module may define, each with the outermost statement that does; None if there may be more."""
     if any(map(_defines_names, ast.walk(tree))):
         return None
-    nodes = {}
+    nodes: dict[str, ast.stmt] = {}
     try:
         for node in tree.body:
-            for name in bound_by(node):
-                nodes[name] = node
+            nodes |= dict.fromkeys(bound_by(node), node)
     except RecursionError:
         return None
     return nodes

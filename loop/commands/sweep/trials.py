@@ -9,6 +9,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -222,12 +223,10 @@ class _Trials:
     def _note(self) -> None:
         """Writes the best value so far into the sweep's journal; its step is the number of trials that have ended."""
         report = Report(self._plan, self._directory, self._study.rows())
-        ended = sum(row.has_ended for row in report.rows)
+        ended = sum(map(attrgetter("has_ended"), report.rows))
         path = self._directory / journal.NAME
         # Steps must grow from line to line: the delivery to MLflow passes over all others.
-        noted = 0
-        for entry, _ in journal.read(path):
-            noted = max(noted, entry["step"])
+        noted = max((entry["step"] for entry, _ in journal.read(path)), default=0)
         if report.best is not None and ended > noted:
             line = journal_line(ended, "eval_end", metrics={f"best_{self._plan.metric}": report.best.value})
             with appending(path) as file:
