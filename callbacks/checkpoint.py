@@ -135,14 +135,14 @@ class Checkpoint(Callback):
                 self.best_value = self.best_step = None
 
     def on_fit_start(self, run: Run) -> None:
-        self._result_saved = run.best["step"] if run.best is not None else None
+        self._result_saved = _result_step(run)
 
     def on_checkpoint(self, run: Run, reason: str) -> None:
         assert run.saved_path is not None
         step = step_of(run.saved_path)
         if step == self.best_step:
             self._best_saved = step
-        result = run.best["step"] if run.best is not None else None
+        result = _result_step(run)
         if step == result:
             self._result_saved = step
         # The previous best one is kept until the new one is on disk.
@@ -172,17 +172,17 @@ class Checkpoint(Callback):
         return saved
 
     def _judge(self, run: Run, metrics: Metrics) -> None:
-        value = metrics.get(self.best, math.nan) if self.best else math.nan
-        step = run.progress.step
-        if not math.isfinite(value):
+        if self.best is None or not math.isfinite(metrics.get(self.best, math.nan)):
             return
+        value = metrics[self.best]
+        step = run.progress.step
         # Asked before this state is one of those that it is compared with.
         is_among_best = self._is_among_best(step, value)
         self._known[step] = Saved(step, value)
         if self.best_value is None or self.sign * (value - self.best_value) < 0:
             self.best_value = value
             self.best_step = step
-            if run.options["keep"] == "best" and self.best is not None:
+            if run.options["keep"] == "best":
                 run.keep_best(self.best, value, step)
             if self._is_due():
                 self._save(run, "best")
@@ -238,6 +238,11 @@ def _default(data: Data) -> str:
     if first_set is None:
         return "loss"
     return f"eval_{first_set}_loss" if first_set else DEFAULT
+
+
+def _result_step(run: Run) -> int | None:
+    """The step whose weights are the result of the run, if that is known."""
+    return None if run.best is None else run.best["step"]
 
 
 def step_of(path: Path) -> int:

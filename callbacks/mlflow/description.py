@@ -11,6 +11,7 @@ from callbacks.files import read_json
 from callbacks.formats import lasting, number, plural
 from callbacks.run_record.record import Record
 from callbacks.run_record.redaction import HIDDEN, mask, redact
+from callbacks.run_record.values import as_dict
 from callbacks.types import Json, JsonObject
 
 BEST = "best/"
@@ -35,10 +36,8 @@ def run_name(directory: Path, about: JsonObject) -> str:
         names = list(sweep.get("hyperparameters", {}))
     else:
         names = list(map(str, changed)) if isinstance(changed, list) else []
-    fields = about.get("hyperparameters")
-    shown = {}
-    if isinstance(fields, dict):
-        shown = {name: fields[name] for name in names if name in fields}
+    fields = as_dict(about.get("hyperparameters"))
+    shown = {name: fields[name] for name in names if name in fields}
     # Redacted as a dict: the name of a field says whether its value is a secret.
     return values(redact(shown))[:_LONGEST_NAME] or mask(directory.name)
 
@@ -103,7 +102,7 @@ def _best_trial(about: JsonObject) -> list[str]:
     if not isinstance(best, dict):
         return []
     # `run.json` may be damaged or a stranger's, so each entry is checked.
-    tried = values(best["params"]) if isinstance(best.get("params"), dict) else ""
+    tried = values(as_dict(best.get("params")))
     value = best.get("value")
     shown = f": {best.get('metric')} {number(value)}" if isinstance(value, int | float) else ""
     trial = _plain(str(best.get("trial")))

@@ -223,10 +223,7 @@ def _speeds(of: Record) -> list[Chart]:
         "examples per second, while training": Line("mean since its process began", "train", of.speed),
         "steps per second, by the clock": Line("evaluation and all else included", "train", list(pace(of.clock))),
     }
-    titles = {}
-    for title, line in lines.items():
-        if len(line.points) > 1:
-            titles[title] = [line]
+    titles = {title: [line] for title, line in lines.items() if len(line.points) > 1}
     return charts(titles, _marks(of))
 
 
@@ -262,11 +259,10 @@ def _bar(title: str, seconds: Mapping[str, float]) -> _Bar:
             label = f"{part_name(name)}: {lasting(seconds[name])}, {share:.0f}%"
             parts.append(_Part(name, at, share, label))
             at += share
-    shares = []
-    for part in sorted(parts, key=lambda part: -part.share):
-        if part.share >= 0.5:  # less would read 0%
-            shares.append(f"{part_name(part.kind)} {part.share:.0f}%")
-    return _Bar(title, total, parts, " · ".join(shares))
+    # Less than half a percent would read 0%.
+    shown = filter(lambda part: part.share >= 0.5, sorted(parts, key=lambda part: -part.share))
+    shares = " · ".join(f"{part_name(part.kind)} {part.share:.0f}%" for part in shown)
+    return _Bar(title, total, parts, shares)
 
 
 def _fault_rows(of: Record) -> list[tuple[str, ...]]:

@@ -142,15 +142,17 @@ def _ratios(optimizer: Optimizer) -> dict[str, float]:
     """The ratio of each optimizer's rate to that of the first one, by name; "" for a single optimizer."""
     if not isinstance(optimizer, Mapping):
         return {"": 1.0}
-    rates = dict(zip(optimizer, learning_rates(optimizer), strict=True))
-    for name, rate in rates.items():
+    ratios: dict[str, float] = {}
+    first = 0.0
+    for name, rate in zip(optimizer, learning_rates(optimizer), strict=True):
         if not rate:
             raise UsageError(
                 f"build_optimizer()[{name!r}] has {'a schedule' if rate is None else rate} as its learning rate: rates "
                 "of several optimizers are scaled together, so give numbers > 0"
             )
-    first = next(iter(rates.values()))
-    return {name: (rate or 0.0) / (first or 1.0) for name, rate in rates.items()}
+        first = first or rate
+        ratios[name] = rate / first
+    return ratios
 
 
 def _schedule(optimizer: Optimizer, rate: tf.Variable, ratio: float) -> object:

@@ -85,11 +85,7 @@ class Plan:
     @property
     def fixed(self) -> list[str]:
         """The fields that don't vary, as typed after `--set`."""
-        assignments = []
-        for text in self.arguments:
-            if text.startswith("--set="):
-                assignments.append(text.removeprefix("--set="))
-        return assignments
+        return [text.removeprefix("--set=") for text in self.arguments if text.startswith("--set=")]
 
     def combination(self, number: int) -> dict[str, str]:
         """The values of the grid's fields in the trial with this number. The first combination follows the last one."""
@@ -227,14 +223,9 @@ def arguments(
     `options` are those that a file can have, and `swept` the fields that vary.
     """
     # What was typed, and the fields that vary, win over the files.
-    winning = []
-    for name, value in typed.items():
-        if value is not None:
-            winning.append(name.replace("_", "-"))
-    for text in assignments:
-        winning.append(f"set {text.partition('=')[0]}")
-    for name in swept:
-        winning.append(f"set {name}")
+    winning = [name.replace("_", "-") for name, value in typed.items() if value is not None]
+    fields = [text.partition("=")[0] for text in assignments]
+    winning += map("set {}".format, [*fields, *swept])
     from_files = config.arguments(files, options, winning)
     return [*from_files, *command_line.arguments(typed, assignments)]
 
