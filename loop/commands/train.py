@@ -62,7 +62,7 @@ def _end_with_memory(typed: SimpleNamespace, problem: str) -> NoReturn:
     options = {"precision": typed.precision, "ema": typed.ema}  # those that change what the variables take
     # Workers on this machine share its memory; on other machines, each is assumed to have one for itself.
     share = 1 if typed.hosts_ or typed.launcher else 1 / workers
-    memory_advice.replace_process(typed.target_, typed.set_ or (), typed.batch_size, workers, options, share)
+    memory_advice.replace_process(typed.target_, typed.set_, typed.batch_size, workers, options, share)
 
 
 def _train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
@@ -104,7 +104,7 @@ def _tracker(typed: SimpleNamespace) -> callbacks.MLflowTracker | None:
     # A command that trains without MLflow has the user's files, in which tags may stand for other trainings.
     if typed.track == "off" and typed_callbacks.of_commands(typed.callback):
         return None
-    return tracking.tracker(typed.track, typed.track_wait, typed.tag or [], typed.log_model, typed.register)
+    return tracking.tracker(typed.track, typed.track_wait, typed.tag, typed.log_model, typed.register)
 
 
 def _needs_launch(place: Place) -> bool:
@@ -265,7 +265,7 @@ def _attempt_on_ray(typed: SimpleNamespace, place: Place, arguments: Sequence[st
 
 def _connected(typed: SimpleNamespace, place: Place) -> contextlib.AbstractContextManager[hosts.Cluster]:
     """Within it, the agents of the job's workers run on other machines."""
-    files = hosts.files(typed.target_, typed.config_ or ())
+    files = hosts.files(typed.target_, typed.config_)
     if place.ray is not None:
         at_url = isinstance(typed.run_dir, str)
         return ray_cluster.connect(place.ray, place.backend, files, None if at_url else typed.run_dir)
@@ -307,7 +307,7 @@ def _work(
             from loop.fit import fit
 
             def load() -> TrainTask:
-                task = task_loader.load(typed.target_, typed.set_ or ())
+                task = task_loader.load(typed.target_, typed.set_)
                 with_defaults(task, given)
                 return task
 

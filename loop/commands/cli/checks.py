@@ -28,7 +28,7 @@ from loop.target import task_loader
 
 def verify(
     target_: typed.Target,
-    set_: typed.Set = None,
+    set_: typed.Set = typed.UNTYPED,
     batch_size: check.VerifyBatchSize = None,
     compile_: check.VerifyCompile = None,
     processes: check.Processes = True,
@@ -39,7 +39,7 @@ def verify(
     with_defaults(None, {"batch_size": batch_size, "compile": compile_})
     task_loader.check(target_)
     if record is not None:  # this process is a worker of the job below
-        _record(target_, set_ or (), batch_size, compile_, record)
+        _record(target_, set_, batch_size, compile_, record)
         return
 
     def job(directory: Path) -> str:
@@ -57,7 +57,7 @@ def verify(
         if not devices.use_gpus():
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # of the processes, too
         backend = job_backend()[0]
-        task = task_loader.load(target_, set_ or ())
+        task = task_loader.load(target_, set_)
         report = verify_.verify(
             task, batch_size, job=job if processes else None, job_engine=backend, progress=progress, compile=compile_
         )
@@ -66,7 +66,7 @@ def verify(
 
 
 def _record(
-    target_: str, assignments: list[str] | tuple[()], batch_size: int | None, compile_: str | None, directory: Path
+    target_: str, assignments: list[str], batch_size: int | None, compile_: str | None, directory: Path
 ) -> None:
     """What `verify` does in a worker of its job."""
     with reporting() as report:
@@ -144,7 +144,7 @@ def chaos(
     batch_size: typed.BatchSize = None,
     backend: typed.Backend = None,
     workers: typed.Workers = None,
-    set_: typed.Set = None,
+    set_: typed.Set = typed.UNTYPED,
     checkpoint_every: check.ChaosCheckpointEvery = None,
     migrate: check.ChaosMigrate = False,
     store: check.ChaosStore = None,
@@ -168,7 +168,7 @@ def chaos(
     task_loader.check(target_)
     choose_for_command(backend or "auto", workers)
     _refuse_used(keep)
-    arguments = command_line.arguments(options | {"workers": workers}, set_ or ())
+    arguments = command_line.arguments(options | {"workers": workers}, set_)
     left = f"what was made is in {keep}" if keep else "nothing is left behind"
     with (
         stopped_clean(left),

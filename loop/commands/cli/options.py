@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, BadParameter, Option
 
@@ -51,6 +51,8 @@ _trouble = partial(Option, rich_help_panel=help_.TROUBLE)
 
 # None means that an option wasn't typed: the task's own default counts then, which a signature can't know. Where the
 # type has no None, the default in the command's signature is the default.
+UNTYPED: list[Any] = []
+"""The default of an option that can be repeated."""
 
 # Of many commands.
 Target = Annotated[
@@ -73,7 +75,7 @@ TaskTarget = Annotated[
     str | None, Option("--target", help="The task, if not the one with which you trained there on this machine.")
 ]
 Trust = Annotated[bool, Option("--trust", help="Use what the directory itself names: code that it names is run.")]
-Set = Annotated[list[str] | None, _first("--set", metavar="KEY=VALUE", help="A field of the task; repeatable.")]
+Set = Annotated[list[str], _first("--set", metavar="KEY=VALUE", help="A field of the task; repeatable.")]
 Epochs = Annotated[int | None, _first(help="Passes over the training data.")]
 Steps = Annotated[int | None, _first(help="Optimizer steps, instead of epochs.")]
 BatchSize = Annotated[int | None, _first(help="The global batch, over all replicas.")]
@@ -96,7 +98,7 @@ EvalBeside = Annotated[
 Track = Annotated[str | None, _first(help="MLflow's tracking URI, or off.")]
 Replicas = Annotated[int | None, Option(help="Replicas, with mirrored or central.")]
 Config = Annotated[
-    list[Path] | None,
+    list[Path],
     _first(
         "--config", help="A TOML or YAML file of train's options, and a table [set]; what is typed wins. Repeatable."
     ),
@@ -199,7 +201,7 @@ CheckpointEvery = Annotated[
     str | None, _saving(help="epoch, a number of steps, or a time such as 10m; auto: epochs, at most one in 10 s.")
 ]
 TrackWait = Annotated[float | None, _tracking(help="How long the end may wait for MLflow, in seconds: 60.")]
-Tag = Annotated[list[str] | None, _tracking(metavar="KEY=VALUE", help="A tag of the run in MLflow; repeatable.")]
+Tag = Annotated[list[str], _tracking(metavar="KEY=VALUE", help="A tag of the run in MLflow; repeatable.")]
 LogModel = Annotated[
     bool, _tracking("--log-model", help="At the end, MLflow gets the model, with signature and input example.")
 ]
@@ -216,7 +218,7 @@ DryRun = Annotated[
 ]
 Debug = Annotated[bool, _trouble("--debug", help="If it fails in code that isn't tfloop's: the whole traceback.")]
 Callback = Annotated[
-    list[str] | None,
+    list[str],
     _length(help="A callback of tfloop's: TensorBoard, or \"EarlyStopping(metric='eval_loss')\"; repeatable."),
 ]
 

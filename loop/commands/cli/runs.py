@@ -23,7 +23,7 @@ runs_app = typer.Typer(help="List, show, compare and remove runs.", rich_markup_
 @runs_app.callback(invoke_without_command=True)
 def list_runs(
     context: typer.Context,
-    filter_: listing.Filter = None,
+    filter_: listing.Filter = typed.UNTYPED,
     sort: listing.Sort = None,
     metric: listing.Metric = None,
     as_json: typed.AsJson = False,
@@ -35,7 +35,7 @@ def list_runs(
         if filter_ or sort or metric or as_json:
             raise UsageError(f"runs {context.invoked_subcommand}: give its options behind it")
         return
-    records = runs.listed(root, filter_ or (), sort, metric)
+    records = runs.listed(root, filter_, sort, metric)
     if as_json:
         print(runs.as_json(records))
     elif records:

@@ -35,9 +35,9 @@ def tune(
     batch_size: typed.BatchSize = None,
     backend: typed.Backend = None,
     workers: typed.Workers = None,
-    set_: typed.Set = None,
-    config_: typed.Config = None,
-    only: search.Only = None,
+    set_: typed.Set = typed.UNTYPED,
+    config_: typed.Config = typed.UNTYPED,
+    only: search.Only = typed.UNTYPED,
     seconds: search.Seconds = 2.0,
     rounds: search.Rounds = 3,
     tune_batch_size: search.TuneBatchSize = False,
@@ -48,16 +48,16 @@ def tune(
     """Find the fastest settings on this machine. They are written to a file for train --config."""
     with_defaults(None, {"batch_size": batch_size, "backend": backend})
     _check_seconds(seconds)
-    for name in only or ():
+    for name in only:
         if name not in tune_.TUNED:
             raise UsageError(f"--only {name}: nothing of that name can be tried{nearest(name, tune_.TUNED)}")
     _check_tune_file(out, force)  # now, and not after minutes of trials
     _refuse_in_job("tune starts its workers itself: call it once, with --workers")
-    config.arguments(config_ or (), train_options(), ())  # checked here, and read again by each trial
+    config.arguments(config_, train_options(), ())  # checked here, and read again by each trial
     task_loader.check(target_)
     choose_for_command(backend or "auto", workers)
     given = {"batch_size": batch_size, "backend": backend, "workers": workers}
-    arguments = command_line.arguments(given, set_ or (), config_ or ())
+    arguments = command_line.arguments(given, set_, config_)
     # A guess, for the bar: how many values are tried depends on the machine and on what is found.
     stages = len(tune_.TUNED) * rounds * 2
     with stopped_clean("nothing is written, and nothing is left behind"), shown_stages(stages) as progress:
@@ -89,7 +89,7 @@ def _refuse_in_job(text: str) -> None:
 def bench(
     target_: typed.Target,
     batch_size: typed.BatchSize = None,
-    set_: typed.Set = None,
+    set_: typed.Set = typed.UNTYPED,
     seconds: search.Seconds = 3.0,
     rounds: search.BenchRounds = 3,
     as_json: typed.AsJson = False,
@@ -101,7 +101,7 @@ def bench(
     task_loader.check(target_)
     # Five ways take turns: tfloop, and two of each other contender.
     with stopped_clean("nothing is left behind"), shown_stages(5 * rounds) as progress:
-        report = bench_.bench(target_, set_ or (), batch_size, seconds, rounds, progress)
+        report = bench_.bench(target_, set_, batch_size, seconds, rounds, progress)
     show(bench_.as_json(report), bench_.lines(report), as_json)
 
 
@@ -110,7 +110,7 @@ def memory(
     memory_limit: search.Memory = None,
     batch_size: typed.BatchSize = None,
     workers: search.MemoryWorkers = 1,
-    set_: typed.Set = None,
+    set_: typed.Set = typed.UNTYPED,
     as_json: typed.AsJson = False,
 ) -> None:
     """Say what memory a training needs. Of each setting that saves some, and which is the fastest that fits."""
@@ -119,7 +119,7 @@ def memory(
     _refuse_in_job("memory measures in processes of its own: call it once, with --workers")
     task_loader.check(target_)
     with stopped_clean("nothing is left behind"), shown_stages(memory_measurements.STAGES) as progress:
-        report = memory_.memory(target_, set_ or (), batch_size, workers, limit, progress)
+        report = memory_.memory(target_, set_, batch_size, workers, limit, progress)
     show(memory_.as_json(report), memory_.lines(report), as_json)
     none_fits = limit is not None and report.best is None
     raise typer.Exit(FAILED if none_fits else 0)
@@ -134,8 +134,8 @@ class SweepArguments(types.SimpleNamespace):
 
     context: typer.Context
     target_: search.SweepTarget
-    grid: search.Grid = None
-    random: search.Random = None
+    grid: search.Grid = typed.UNTYPED
+    random: search.Random = typed.UNTYPED
     trials: search.Trials = None
     metric: search.SweepMetric = "eval_loss"
     direction: search.Direction = None
@@ -152,12 +152,12 @@ class SweepArguments(types.SimpleNamespace):
     address: typed.Address = None
     cpus_per_worker: typed.CpusPerWorker = None
     placement: typed.Placement = None
-    set_: typed.Set = None
+    set_: typed.Set = typed.UNTYPED
     trust: typed.Trust = False
     seed: search.SweepSeed = None
     eval_every: typed.EvalEvery = None
     track: typed.Track = None
-    config_: typed.Config = None
+    config_: typed.Config = typed.UNTYPED
     as_json: typed.AsJson = False
 
 
@@ -212,8 +212,8 @@ def _plan(given: SweepArguments) -> sweep_.Plan:
     task_loader.check(given.target_)
     choose_for_command(given.backend or "auto", given.workers, asynchronous=True)
     ray_options.read_request(given)
-    grid = sweep_.assigned("--grid", given.grid or ())
-    random = sweep_.assigned("--random", given.random or ())
+    grid = sweep_.assigned("--grid", given.grid)
+    random = sweep_.assigned("--random", given.random)
     options = _options(given) | {name: getattr(given, name) for name in _OF_TRAIN}
     # Grid and random name the fields that trials set by themselves: they can't be given with --set, too.
     varied = [*grid, *random]
@@ -228,7 +228,7 @@ def _plan(given: SweepArguments) -> sweep_.Plan:
         pruner=given.pruner,
         seed=given.seed or 0,
         place=str(Path.cwd()),
-        arguments=sweep_.arguments(options, given.set_ or (), given.config_ or (), train_options(), varied),
+        arguments=sweep_.arguments(options, given.set_, given.config_, train_options(), varied),
     )
 
 
@@ -240,7 +240,7 @@ def find_lr(
     batch_size: typed.BatchSize = None,
     backend: search.FindLrBackend = None,
     workers: typed.Replicas = None,
-    set_: typed.Set = None,
+    set_: typed.Set = typed.UNTYPED,
     seed: typed.Seed = None,
     out: search.FindLrOut = None,
     as_json: typed.AsJson = False,
@@ -259,7 +259,7 @@ def find_lr(
     with stderr.quiet_start():
         from loop import backends
 
-        task, chosen = backends.with_task(lambda: task_loader.load(target_, set_ or ()), backend_name, workers)
+        task, chosen = backends.with_task(lambda: task_loader.load(target_, set_), backend_name, workers)
         from loop.commands import find_lr as find_lr_  # only now: it imports TensorFlow, whose devices are set
 
         options = with_defaults(task, given | {"backend": backend_name})

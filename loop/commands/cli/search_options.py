@@ -13,7 +13,7 @@ from loop.commands.cli.options import written_file
 from loop.commands.tune import TUNED
 
 # Of tune and bench.
-Only = Annotated[list[str] | None, Option(metavar="NAME", help=f"What to try, of {', '.join(TUNED)}; repeatable.")]
+Only = Annotated[list[str], Option(metavar="NAME", help=f"What to try, of {', '.join(TUNED)}; repeatable.")]
 Seconds = Annotated[float, Option(help="How long a trial measures, when it is warm.")]
 BenchRounds = Annotated[int, Option(min=1, help="How often each is measured, in turns.")]
 Rounds = Annotated[int, Option(min=1, help="How often settings that are close are measured, in turns.")]
@@ -31,9 +31,9 @@ _trials = partial(Option, rich_help_panel=help_.TRIALS)
 SweepTarget = Annotated[
     str, Argument(metavar="TARGET", help="As for train; or the directory of a sweep, to go on with it.")
 ]
-Grid = Annotated[list[str] | None, _trials(metavar="FIELD=A,B,...", help="Try each of these values; repeatable.")]
+Grid = Annotated[list[str], _trials(metavar="FIELD=A,B,...", help="Try each of these values; repeatable.")]
 Random = Annotated[
-    list[str] | None, _trials(metavar="FIELD=LOW..HIGH", help="Draw values; add :log for a wide range; repeatable.")
+    list[str], _trials(metavar="FIELD=LOW..HIGH", help="Draw values; add :log for a wide range; repeatable.")
 ]
 Trials = Annotated[int | None, _trials(help="How many; all combinations of the grid if not given.")]
 SweepMetric = Annotated[str, _trials(help="What is to be best, at the end of a trial.")]
