@@ -162,8 +162,7 @@ class MLflowTracker(Callback):
     def _store_and_run(self) -> tuple[str, str | None]:
         """The store, and the run that the user has made in it: active in this process, or named by the environment."""
         mlflow = sys.modules.get("mlflow")  # if the user has imported it; the import is slow
-        active = mlflow.active_run() if mlflow else None
-        if mlflow and active:
+        if mlflow and (active := mlflow.active_run()):
             # A run of another store can't hold this one.
             active_store = store(mlflow.get_tracking_uri())
             if self.uri is None or store(self.uri) == active_store:

@@ -56,14 +56,15 @@ class Report(Callback):
 
 def html(of: Record, live: bool = False) -> str:
     """The page of a run; a live one asks the server that it comes from for what is new."""
+    status = of.status or "unknown"
     return page.rendered(
         "report.html",
         live,
         title=f"{of.task or 'Run'} · {of.name}",
         now=time.time(),
         run=of,
-        status=of.status or "unknown",
-        status_text=shown_status(of.status or "unknown"),
+        status=status,
+        status_text=shown_status(status),
         facts=" · ".join(filter(None, _facts(of))),
         reason=f" ({mask(of.reason)})" if of.reason else "",
         trouble=mask(of.faults[-1].text) if of.status == "failed" and of.faults else None,

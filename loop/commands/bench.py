@@ -20,7 +20,6 @@ from callbacks.files import read_json
 from callbacks.throughput_probe import ThroughputProbe
 from callbacks.types import JsonObject
 from loop.commands import command_line, terminal, trial
-from loop.errors import TrainingError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -114,7 +113,7 @@ def _measure_ours(contender: Contender, asked: JsonObject, directory: Path) -> i
     code = trial.run([asked["target"], *given, *_ALWAYS, probe, f"--run-dir={directory / 'run'}"], directory)
     speed = read_json(directory / "run" / "trial-0.json").get("examples_per_second")
     if code or not speed:
-        raise (UsageError if code == 2 else TrainingError)(trial.problem(code, directory))
+        raise trial.failure(code, trial.problem(code, directory))
     contender.speeds.append(speed)
     return int(read_json(directory / "run" / "run.json")["options"]["batch_size"])
 

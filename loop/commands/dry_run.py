@@ -14,8 +14,9 @@ import callbacks
 from callbacks import Callback, Metrics, Run
 from callbacks.epoch_lines import numbers
 from callbacks.formats import size
+from callbacks.learning_rate import optimizers_of, own_rate, rate_of
 from callbacks.throughput_probe import peak_memory
-from callbacks.types import Data, JsonObject, Optimizer, Tensors, Variable
+from callbacks.types import Data, JsonObject, Tensors, Variable
 from loop.launch import signals
 from loop.options import Options, with_defaults
 
@@ -92,7 +93,7 @@ class _Look(Callback):
                 "gradients": bytes_of(trained),
                 "optimizer": bytes_of(optimizer_variables(run.optimizer) + run.step.averages.variables),  # type: ignore[attr-defined]
             },
-            "learning_rates": _learning_rates(run.optimizer),
+            "learning_rates": _learning_rates(run),
             "batch_size": {
                 "global": batch_size,
                 "replica": math.ceil(batch_size / replicas),
@@ -170,18 +171,15 @@ def _shapes(value: Tensors, example: Batch, size: int, name: str = "") -> list[J
     return shapes
 
 
-def _learning_rates(optimizer: Optimizer) -> list[JsonObject]:
+def _learning_rates(run: Run) -> list[JsonObject]:
     """The learning rate of each optimizer: its name, the class, the rate of the first step, and the schedule."""
-    import numpy as np
-
     rates: list[JsonObject] = []
-    optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
-    for name, member in optimizers.items():
-        own = getattr(member, "_learning_rate", None)  # `learning_rate` of Keras gives a schedule's present value
+    for name, member in optimizers_of(run).items():
+        own = own_rate(member)
         schedule = type(own).__name__ if callable(own) else None
-        now = member.learning_rate  # of tf_keras it may be the schedule itself
-        rate = float(np.asarray(now(member.iterations) if callable(now) else now))
-        rates.append({"name": name, "optimizer": type(member).__name__, "rate": rate, "schedule": schedule})
+        rates.append({
+            "name": name, "optimizer": type(member).__name__, "rate": rate_of(member), "schedule": schedule,
+        })  # fmt: skip
     return rates
 
 

@@ -19,8 +19,7 @@ from callbacks.example_log import ExampleLog
 from callbacks.types import JsonObject
 from loop.checkpoint import checkpoint_files
 from loop.checkpoint.store import address
-from loop.commands import command_line
-from loop.errors import BAD_INPUT, TrainingError, UsageError
+from loop.commands import command_line, trial
 from loop.launch import warm_start
 
 MARK = "TFLOOP_CHAOS"
@@ -105,9 +104,8 @@ class Run:
             UsageError: it could not even start.
             TrainingError: it failed.
         """
-        if not self.finished:
-            kind = UsageError if self.code == BAD_INPUT else TrainingError
-            raise kind(self.last_line().removeprefix("tfloop: error: "))
+        if self.code:
+            raise trial.failure(self.code, self.last_line().removeprefix("tfloop: error: "))
         # All attempts write to one file: the last line is that of the one that has finished.
         result: JsonObject = json.loads((self.directory / "stdout").read_bytes().splitlines()[-1])
         return result

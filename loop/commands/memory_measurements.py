@@ -15,7 +15,6 @@ from callbacks.files import read_json
 from loop.commands import command_line, trial
 from loop.commands.memory_probe import MemoryProbe
 from loop.commands.tune import available
-from loop.errors import TrainingError, UsageError
 
 STAGES = 8
 """So many measurements are made, more or less."""
@@ -149,5 +148,5 @@ class Prober:
         code = trial.run([*self._arguments, *settings, f"--batch-size={examples}", *_ALWAYS, *own], directory)
         reports = [read_json(path) for path in directory.glob("run/memory-*.json")]
         if code != 0 or not reports:
-            raise (UsageError if code == 2 else TrainingError)(trial.problem(code, directory))
+            raise trial.failure(code, trial.problem(code, directory))
         return max(reports, key=lambda report: report["memory"])

@@ -15,9 +15,9 @@ from callbacks.run_record import provenance
 from callbacks.run_record.record import Record
 from callbacks.run_record.redaction import HIDDEN, printable, tell
 from callbacks.run_record.values import as_dict
-from loop.commands import typed_callbacks
+from loop.commands import trial, typed_callbacks
 from loop.commands.config import Option, words
-from loop.errors import PREEMPTED, TrainingError, UsageError
+from loop.errors import PREEMPTED, UsageError
 from loop.launch import warm_start
 from loop.target.fields import typed as typed_field
 
@@ -181,7 +181,7 @@ def train(target: str, options: list[str], run_dir: Path | None) -> Path:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         why = "was stopped" if done.returncode == PREEMPTED else f"ended with exit code {done.returncode}"
-        raise (UsageError if done.returncode == 2 else TrainingError)(f"the second training {why}: see above")
+        raise trial.failure(done.returncode, f"the second training {why}: see above")
     return Path(json.loads(done.stdout.splitlines()[-1])["run_dir"])
 
 

@@ -20,6 +20,7 @@ from callbacks.formats import lasting, part_name, plural
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
+    from rich.text import Text
 
 Points = Sequence[tuple[int, float]]
 """A curve: steps with their values."""
@@ -150,21 +151,25 @@ def tables(rows: Sequence[Sequence[str]], head: Sequence[str], right: Collection
 def _lengths(rows: Sequence[Sequence[str]], head: Sequence[str]) -> list[int]:
     """How many columns of the terminal each column of a table takes, if none of its cells is broken."""
     from rich.cells import cell_len
-    from rich.text import Text
 
     lengths = [0] * len(head or rows[0])
     for row in [head, *rows]:
         for index, cell in enumerate(row):
-            plain_cell = Text.from_ansi(cell).plain if "\x1b" in cell else cell  # color codes take no columns
-            lengths[index] = max(lengths[index], cell_len(plain_cell))
+            lengths[index] = max(lengths[index], cell_len(str(_text(cell))))
     return lengths
+
+
+def _text(cell: str) -> Text | str:
+    """A cell for rich, which would count color codes as characters of the text."""
+    from rich.text import Text
+
+    return Text.from_ansi(cell) if "\x1b" in cell else cell
 
 
 def _table(rows: Sequence[Sequence[str]], head: Sequence[str], right: Collection[int], kept: Sequence[int]) -> Table:
     """Some columns of rows."""
     from rich import box
     from rich.table import Table
-    from rich.text import Text
 
     ruled = bool(head) and sys.stdout.isatty()
     # The box has a gap of its own between two columns, one blank wide.
@@ -176,11 +181,7 @@ def _table(rows: Sequence[Sequence[str]], head: Sequence[str], right: Collection
         justify: Literal["left", "right"] = "right" if index in right else "left"
         drawn.add_column(head[index] if head else "", justify=justify, overflow="fold")
     for row in rows:
-        cells: list[RenderableType] = []
-        for index in kept:
-            # rich would count color codes as characters of the text.
-            cells.append(Text.from_ansi(row[index]) if "\x1b" in row[index] else row[index])
-        drawn.add_row(*cells)
+        drawn.add_row(*(_text(row[index]) for index in kept))
     return drawn
 
 

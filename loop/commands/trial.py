@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from loop.errors import BAD_INPUT, TrainingError, UsageError
 from loop.launch import stderr
 from loop.launch.environment import LAUNCHER
 
@@ -73,6 +74,11 @@ def reason(code: int, printed: str) -> str:
             why = line
             has_error = is_error
     return why.removeprefix("tfloop: error: ")
+
+
+def failure(code: int, why: str) -> UsageError | TrainingError:
+    """The error of a command whose process has ended with this code: what is bad input there is bad input here."""
+    return UsageError(why) if code == BAD_INPUT else TrainingError(why)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -27,7 +27,7 @@ from callbacks.run_record.redaction import mask
 from callbacks.throughput_probe import ThroughputProbe
 from callbacks.types import JsonObject
 from loop.commands import command_line, terminal, trial
-from loop.errors import TrainingError, UsageError
+from loop.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -117,7 +117,7 @@ class _Tuner:
         """See the function of this name."""
         best = default = self._measured({})
         if default.problem:
-            raise (UsageError if self._code == 2 else TrainingError)(default.problem)
+            raise trial.failure(self._code, default.problem)
         default.against = 1.0
         about = self._about
         now = _settings(about)

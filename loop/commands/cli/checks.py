@@ -6,8 +6,6 @@ import os
 import sys
 from pathlib import Path
 
-import typer
-
 from callbacks.run_record.record import read, read_about
 from callbacks.run_record.redaction import tell
 from loop.checkpoint.store import address
@@ -15,9 +13,9 @@ from loop.commands import command_line, runs
 from loop.commands import rerun as rerun_
 from loop.commands.cli import check_options as check
 from loop.commands.cli import options as typed
-from loop.commands.cli.output import show, shown_stages, stopped_clean
+from loop.commands.cli.output import end, show, shown_stages, stopped_clean
 from loop.commands.cli.training import train_options
-from loop.errors import FAILED, PREEMPTED, UsageError
+from loop.errors import PREEMPTED, UsageError
 from loop.launch import signals, stderr
 from loop.launch.backend_choice import choose_backend, choose_for_command, job_backend
 from loop.launch.fixed_job import run_job
@@ -62,7 +60,7 @@ def verify(
             task, batch_size, job=job if processes else None, job_engine=backend, progress=progress, compile=compile_
         )
     show(verify_.as_json(report), verify_.lines(report), as_json)
-    raise typer.Exit(0 if report.same else FAILED)
+    end(report.same)
 
 
 def _record(
@@ -133,7 +131,7 @@ def rerun(
     with stderr.quiet_start():
         report = rerun_.compare(path, second)
     show(rerun_.as_json(report), rerun_.lines(report), as_json)
-    raise typer.Exit(0 if report.exact else FAILED)
+    end(report.exact)
 
 
 def chaos(
@@ -166,7 +164,7 @@ def chaos(
     if checkpoint_every is not None:
         command_line.schedule(checkpoint_every)
     task_loader.check(target_)
-    choose_for_command(backend or "auto", workers)
+    choose_for_command(backend, workers)
     _refuse_used(keep)
     arguments = command_line.arguments(options | {"workers": workers}, set_)
     left = f"what was made is in {keep}" if keep else "nothing is left behind"
@@ -178,7 +176,7 @@ def chaos(
     ):
         report = chaos_.chaos([target_, *arguments], plan, keep or Path(directory), progress)
     show(chaos_.as_json(report), chaos_.lines(report), as_json)
-    raise typer.Exit(0 if report.exact else FAILED)
+    end(report.exact)
 
 
 def _refuse_chosen(backend: str | None, workers: int | None) -> None:

@@ -19,10 +19,10 @@ from loop.commands import sweep as sweep_
 from loop.commands import tune as tune_
 from loop.commands.cli import options as typed
 from loop.commands.cli import search_options as search
-from loop.commands.cli.output import show, shown_stages, stopped_clean
+from loop.commands.cli.output import end, show, shown_stages, stopped_clean
 from loop.commands.cli.signature import takes
 from loop.commands.cli.training import train_options
-from loop.errors import FAILED, PREEMPTED, UsageError
+from loop.errors import PREEMPTED, UsageError
 from loop.launch import ray_options, stderr
 from loop.launch.backend_choice import choose_for_command
 from loop.launch.environment import job_size
@@ -55,7 +55,7 @@ def tune(
     _refuse_in_job("tune starts its workers itself: call it once, with --workers")
     config.arguments(config_, train_options(), ())  # checked here, and read again by each trial
     task_loader.check(target_)
-    choose_for_command(backend or "auto", workers)
+    choose_for_command(backend, workers)
     given = {"batch_size": batch_size, "backend": backend, "workers": workers}
     arguments = command_line.arguments(given, set_, config_)
     # A guess, for the bar: how many values are tried depends on the machine and on what is found.
@@ -121,8 +121,7 @@ def memory(
     with stopped_clean("nothing is left behind"), shown_stages(memory_measurements.STAGES) as progress:
         report = memory_.memory(target_, set_, batch_size, workers, limit, progress)
     show(memory_.as_json(report), memory_.lines(report), as_json)
-    none_fits = limit is not None and report.best is None
-    raise typer.Exit(FAILED if none_fits else 0)
+    end(limit is None or report.best is not None)
 
 
 _OF_TRAIN = ("workers", "launcher", "address", "cpus_per_worker", "placement", "eval_every", "track")
@@ -187,7 +186,7 @@ def sweep(given: SweepArguments) -> None:
     if report.stopped:
         tell(f"stopped; tfloop sweep {report.directory} goes on")
         raise typer.Exit(PREEMPTED)
-    raise typer.Exit(0 if report.best else FAILED)
+    end(report.best is not None)
 
 
 def _options(given: SweepArguments) -> dict[str, object]:
@@ -210,7 +209,7 @@ def _plan(given: SweepArguments) -> sweep_.Plan:
     """The plan of a new sweep."""
     # What each trial would refuse is refused here, once, before the first one starts.
     task_loader.check(given.target_)
-    choose_for_command(given.backend or "auto", given.workers, asynchronous=True)
+    choose_for_command(given.backend, given.workers, asynchronous=True)
     ray_options.read_request(given)
     grid = sweep_.assigned("--grid", given.grid)
     random = sweep_.assigned("--random", given.random)
@@ -255,7 +254,7 @@ def find_lr(
     if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
         raise UsageError(f"--out {out}: it can't be written there")
     task_loader.check(target_)
-    backend_name = choose_for_command(backend or "auto", workers, alone="find-lr")
+    backend_name = choose_for_command(backend, workers, alone="find-lr")
     with stderr.quiet_start():
         from loop import backends
 
@@ -268,4 +267,4 @@ def find_lr(
     if out is not None:
         find_lr_.write(out, result)
     show(find_lr_.as_json(result), find_lr_.lines(result), as_json)
-    raise typer.Exit(FAILED if result.suggestion is None else 0)
+    end(result.suggestion is not None)

@@ -43,13 +43,14 @@ def listed(root: Path, filters: Sequence[str], sort: str | None, metric: str | N
     known = names(records)
     for condition in conditions:
         condition.check(records, known)
-    column = field_of((sort or "started").removeprefix("-"))
+    order = sort or "started"
+    column = field_of(order.removeprefix("-"))
     if column not in known:
-        raise UsageError(f"--sort {printable(sort or '')}: the runs have nothing of that name{nearest(column, known)}")
+        raise UsageError(f"--sort {printable(order)}: the runs have nothing of that name{nearest(column, known)}")
 
     for condition in conditions:
         records = list(filter(condition, records))
-    return _sorted(records, column, reverse=(sort or "").startswith("-"))
+    return _sorted(records, column, reverse=order.startswith("-"))
 
 
 def _sorted(records: Sequence[Record], column: str, reverse: bool) -> list[Record]:
