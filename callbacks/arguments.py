@@ -17,6 +17,21 @@ def is_whole(value: object, least: float, most: float = math.inf) -> TypeGuard[i
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
 
+def is_whole_or_none(value: object, least: float) -> bool:
+    """Whether it is None, or a whole number that isn't less."""
+    return value is None or is_whole(value, least)
+
+
+def is_text(value: object) -> bool:
+    """Whether it is a text, and not an empty one."""
+    return isinstance(value, str) and value != ""
+
+
+def is_fraction(value: object) -> bool:
+    """Whether it is a number between 0 and 1, and neither of them."""
+    return is_number(value, 0, 1) and value not in (0, 1)
+
+
 def is_number(value: object, least: float, most: float = math.inf) -> bool:
     """Whether it is a finite number of any type but bool, within these bounds."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):

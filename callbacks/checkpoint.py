@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from callbacks import metric_direction
-from callbacks.arguments import check, is_number, is_whole, stored_number
+from callbacks.arguments import check, is_number, is_text, is_whole, is_whole_or_none, stored_number
 from callbacks.base import Callback, Every, Metrics, Run
 from callbacks.retention import Policy, Saved, ranked, retained
 from callbacks.run_record.redaction import tell
@@ -62,14 +62,13 @@ class Checkpoint(Callback):
         max_bytes: int | None = None,
     ) -> None:
         check(self, is_whole(keep_last, 1), "give a whole number >= 1 of checkpoints", keep_last=keep_last)
-        check(self, best is None or (isinstance(best, str) and best != ""), "give a metric's name, or None", best=best)
+        check(self, best is None or is_text(best), "give a metric's name, or None", best=best)
         check(self, on_error in ("stop", "warn"), "give stop or warn", on_error=on_error)
         check(self, is_whole(keep_best, 1), "give a whole number >= 1 of checkpoints", keep_best=keep_best)
         has_metric = best is not None or keep_best == 1
         check(self, has_metric, "give the metric by which they are the best", best=best, keep_best=keep_best)
         for name, value in {"keep_every": keep_every, "max_bytes": max_bytes}.items():
-            is_valid = value is None or is_whole(value, 1)
-            check(self, is_valid, "give a whole number >= 1, or None", **{name: value})
+            check(self, is_whole_or_none(value, 1), "give a whole number >= 1, or None", **{name: value})
         check(self, isinstance(keep_hourly, bool), "give True or False", keep_hourly=keep_hourly)
         self.every: Every = "epoch" if every == "auto" else every
         self.pause = 0.0 if every == "epoch" else PAUSE

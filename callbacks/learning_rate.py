@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar, Literal
 
-from callbacks.arguments import check, is_number, is_whole
+from callbacks.arguments import check, is_number, is_whole, is_whole_or_none
 from callbacks.base import Callback, Run
 from callbacks.types import Data, Foreign, JsonObject, Optimizer, Tensors
 
@@ -42,7 +42,7 @@ class LearningRateScaling(Callback):
         check(self, is_size, "give a whole number >= 1", reference_batch_size=reference_batch_size)
         check(self, rule in ("linear", "sqrt"), "give linear or sqrt", rule=rule)
         check(self, is_number(warmup_epochs, 0), "give a number >= 0", warmup_epochs=warmup_epochs)
-        is_length = warmup_steps is None or is_whole(warmup_steps, 0)
+        is_length = is_whole_or_none(warmup_steps, 0)
         check(self, is_length, "give a whole number >= 0, or None", warmup_steps=warmup_steps)
         self.reference_batch_size = reference_batch_size
         self.rule = rule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from callbacks.arguments import check, is_number, is_whole, stored_number
+from callbacks.arguments import check, is_fraction, is_number, is_whole, stored_number
 from callbacks.base import Metrics, Run, as_floats
 from callbacks.formats import number
 from callbacks.learning_rate import optimizers_of, own_rate, rate_of
@@ -45,7 +45,7 @@ class ReduceOnPlateau(Patience):
         mode: str = "auto",
     ) -> None:
         super().__init__(metric, patience, min_delta, mode)
-        check(self, is_number(factor, 0, 1) and 0 < factor < 1, "give a number between 0 and 1", factor=factor)
+        check(self, is_fraction(factor), "give a number between 0 and 1", factor=factor)
         check(self, is_whole(cooldown, 0), "give a whole number >= 0 of measurements", cooldown=cooldown)
         check(self, is_number(min_lr, 0), "give a learning rate >= 0", min_lr=min_lr)
         self.factor = factor

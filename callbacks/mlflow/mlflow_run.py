@@ -14,6 +14,7 @@ from callbacks.mlflow.points import Names, milliseconds, utf8
 from callbacks.mlflow.tracker import STATE
 from callbacks.run_record import journal
 from callbacks.run_record.redaction import mask, redact
+from callbacks.run_record.values import as_dict
 from callbacks.types import Foreign, JsonObject
 
 ID = "tfloop.id"
@@ -67,13 +68,11 @@ class MLflowRun:
             parent = self._named_run(client, state["given"])
             if parent.data.tags.get(ID, own_id) == own_id:
                 return parent  # else it has the points of another training, and can't hold those of two
-        elif state.get("run_id"):
-            run = _existing_run(client, state["run_id"])
-            if run is not None and not self._is_of_original(run):
+        elif state.get("run_id") and (run := _existing_run(client, state["run_id"])) is not None:
+            if not self._is_of_original(run):
                 return run
-            if run is not None:
-                # The original of this copy has the same journal and may have the same name; the path tells them apart.
-                own_id = self._own_id(self.directory)
+            # The original of this copy has the same journal and may have the same name; the path tells them apart.
+            own_id = self._own_id(self.directory)
         if parent_id:
             parent = self._named_run(client, parent_id)
         # MLflow shows a run within another one only in the same experiment.
@@ -146,14 +145,12 @@ class MLflowRun:
         """Notes which data the run was trained and evaluated on: how many examples, and the hash of the first ones."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        data = self._about.get("data")
-        present = run.inputs.dataset_inputs if run.inputs else []
-        if present or not isinstance(data, dict):
+        if run.inputs and run.inputs.dataset_inputs:
             return
         source = mask(json.dumps({"task": self._about.get("target")}))
         inputs = []
-        for name, facts in data.items():
-            if not isinstance(facts, dict) or not facts.get("sha256"):
+        for name, facts in as_dict(self._about.get("data")).items():
+            if not as_dict(facts).get("sha256"):
                 continue
             label = f"{self._about['task']}.{name}"
             digest = str(facts["sha256"])[:36]  # the most that MLflow takes

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from callbacks import files
-from callbacks.arguments import check, is_number
+from callbacks.arguments import check, is_number, is_text
 from callbacks.base import Callback, Run
 from callbacks.files import read_json, write_text
 from callbacks.mlflow import logged_model
@@ -196,9 +196,7 @@ def _warn(text: str) -> None:
 
 
 def _are_tags(tags: object) -> bool:
-    if not isinstance(tags, Mapping):
-        return False
-    return all(isinstance(name, str) and name for name in tags)
+    return isinstance(tags, Mapping) and all(map(is_text, tags))
 
 
 def _is_model_name(name: object) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from callbacks import files
 from callbacks.run_record.redaction import HIDDEN, is_secret, mask
+from callbacks.run_record.values import as_dict
 
 FOLDER = "source"
 """The folder of a run directory with the texts."""
@@ -83,8 +84,7 @@ def changes(before: object, now: dict[str, object]) -> list[str]:
 
     The facts of the attempt before come from its `run.json`, which may be damaged or a stranger's.
     """
-    if not isinstance(before, dict):
-        return []
+    before = as_dict(before)
     names = {"task_sha256": "the task's file", "lock_sha256": "the lock file", "commit": "commit"}
     compared = {name: label for name, label in names.items() if name in before and name in now}
     if "commit" in compared:  # without changes, there is no hash of them
@@ -100,13 +100,11 @@ def changes(before: object, now: dict[str, object]) -> list[str]:
 
 def changes_of_data(before: object, now: dict[str, dict[str, object]]) -> list[str]:
     """What data differ in between two attempts, a short text for each set that both have; as `changes`."""
-    if not isinstance(before, dict):
-        return []
     texts = []
     for name, about in now.items():
-        was = before.get(name)
+        was = as_dict(as_dict(before).get(name))
         # A stream, whose size isn't known, may be shuffled: its first examples may be others each time.
-        if not isinstance(was, dict) or about["examples"] is None:
+        if not was or about["examples"] is None:
             continue
         if was.get("examples") != about["examples"] or was.get("sha256") != about["sha256"]:
             texts.append(f"{name} data was {_data_text(was)}, now {_data_text(about)}")

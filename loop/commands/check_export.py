@@ -55,7 +55,7 @@ def tensorflow_outputs(model: str, inputs: dict[str, np.ndarray], about: dict[st
     """The outputs of a SavedModel or a Keras file, by name."""
     import tensorflow as tf
 
-    from loop.commands.export import texts_as_bytes
+    from loop.commands.export import as_arrays
     from loop.run.serving import plain_outputs
 
     tensors = {name: tf.constant(value) for name, value in inputs.items()}
@@ -71,8 +71,7 @@ def tensorflow_outputs(model: str, inputs: dict[str, np.ndarray], about: dict[st
         loaded = importlib.import_module(f"{about['family']}.models").load_model(model)
         args, kwargs = filled(about["call"], tensors)
         outputs = plain_outputs(loaded(*args, **kwargs))
-    outputs = outputs if isinstance(outputs, dict) else {"output_0": outputs}
-    return {name: texts_as_bytes(value.numpy()) for name, value in outputs.items()}
+    return as_arrays(outputs)
 
 
 def filled(call: Any, inputs: dict[str, Any]) -> Any:

@@ -87,8 +87,12 @@ def _compute(task: TrainTask, options: Options, precision: str) -> list[str]:
 
 def _few(data: Dataset, options: Options) -> Dataset:
     """The first examples of what a task returned, in memory and in the precision of the options."""
-    few = first(data, EXAMPLES)
-    return in_float64(few) if options["precision"] == "float64" else few
+    return in_precision(first(data, EXAMPLES), options)
+
+
+def in_precision(data: Dataset, options: Options) -> Dataset:
+    """Data in memory, in the precision of the options."""
+    return in_float64(data) if options["precision"] == "float64" else data
 
 
 class _Probe:

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
@@ -290,6 +291,11 @@ def _scale(ruler: Any, values: Sequence[float], form: str) -> None:
         tick = low + (high - low) * index / ticks
         labels[form.format(tick)] = tick
     ruler.ticks(list(labels.values()), list(labels))
+
+
+def shown_path(path: Path) -> Path:
+    """A path as messages show it: relative, if it is below the working directory."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def when(stamp: float | None) -> str:

@@ -18,7 +18,7 @@ from callbacks.formats import plural
 from callbacks.run_record.redaction import tell
 from callbacks.types import JsonObject
 from loop.checkpoint.store import address
-from loop.commands import command_line, dry_run, memory_advice, runs, tracking, typed_callbacks
+from loop.commands import command_line, dry_run, memory_advice, runs, terminal, tracking, typed_callbacks
 from loop.commands.train_place import Place, read_place
 from loop.errors import FAILED, OUT_OF_MEMORY, PREEMPTED, OutOfMemoryError, UsageError
 from loop.launch import hosts, job, ray_cluster, signals, ssh, stderr
@@ -133,9 +133,7 @@ def _tell_how_to_go_on(typed: SimpleNamespace, arguments: Sequence[str], fields:
     if typed.resume not in (None, "auto") and typed.config_:  # a file may have it
         command.append("--resume=auto")
     if typed.run_dir is None:
-        here = Path.cwd()
-        shown = directory.relative_to(here) if directory.is_relative_to(here) else directory
-        command += ["--run-dir", str(shown)]
+        command += ["--run-dir", str(terminal.shown_path(directory))]
     with contextlib.suppress(OSError):  # a terminal that is gone
         tell(f"interrupted at step {fields['steps']:,}; go on with:\n{shlex.join(command)}")
 

@@ -21,7 +21,7 @@ from loop import backends
 from loop.backends import devices
 from loop.backends.base import Backend
 from loop.commands import diagnose, terminal
-from loop.data import in_float64, part
+from loop.data import part
 from loop.errors import UsageError
 from loop.model.variables import as_tf, trainable_variables, variable_names
 from loop.options import Options, phases_of, with_defaults
@@ -237,8 +237,7 @@ def _train(session: Session, steps_before: int, numbers: Arrays) -> int:
 def _few(data: Dataset, options: Options) -> Dataset:
     """The first examples of what a task returned, in the precision of the options."""
     # Two whole batches, and one of a single example: on several replicas, some have no row of it.
-    few = part(data, 2 * options["batch_size"] + 1)
-    return in_float64(few) if options["precision"] == "float64" else few
+    return diagnose.in_precision(part(data, 2 * options["batch_size"] + 1), options)
 
 
 def compare(precision: str, engine: str, replicas: int, reference: Arrays, numbers: Arrays) -> Comparison:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from callbacks.run_record.redaction import mask
 from loop.commands.sweep.plan import Plan
+from loop.commands.terminal import shown_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +81,3 @@ class Report:
 def set_options(params: Mapping[str, str]) -> list[str]:
     """The options that set the fields of a trial."""
     return [f"--set={name}={value}" for name, value in params.items()]
-
-
-def shown_path(path: Path) -> Path:
-    """A path as messages show it: relative, if it is below the working directory."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from callbacks.run_record.redaction import shown, tell
 from loop.commands.sweep.plan import Range
-from loop.commands.sweep.report import Row, shown_path
+from loop.commands.sweep.report import Row
+from loop.commands.terminal import shown_path
 
 if TYPE_CHECKING:
     from tqdm import tqdm
