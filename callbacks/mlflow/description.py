@@ -11,7 +11,7 @@ from callbacks.files import read_json
 from callbacks.formats import lasting, number, plural
 from callbacks.run_record.record import Record
 from callbacks.run_record.redaction import HIDDEN, mask, redact
-from callbacks.run_record.values import as_dict
+from callbacks.run_record.values import as_dict, as_list
 from callbacks.types import Json, JsonObject
 
 BEST = "best/"
@@ -29,13 +29,12 @@ def run_name(directory: Path, about: JsonObject) -> str:
     Where no field differs, it is the name of the run directory, which has the task's.
     """
     sweep = read_json(directory.parent / "run.json")
-    changed = about.get("changed")
     if "sweep" in about:
         names: list[str] = []
     elif "sweep" in sweep:
         names = list(sweep.get("hyperparameters", {}))
     else:
-        names = list(map(str, changed)) if isinstance(changed, list) else []
+        names = list(map(str, as_list(about.get("changed"))))
     fields = as_dict(about.get("hyperparameters"))
     shown = {name: fields[name] for name in names if name in fields}
     # Redacted as a dict: the name of a field says whether its value is a secret.

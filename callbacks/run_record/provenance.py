@@ -75,7 +75,7 @@ def text(run_dir: Path, provenance: dict[str, object], what: str) -> str | None:
         return None
     try:
         return files.read(run_dir / FOLDER / name, _LONGEST).decode(errors="replace")
-    except (OSError, files.FileError):
+    except OSError:
         return None
 
 
@@ -167,7 +167,7 @@ def _kept(run_dir: Path, what: str, suffix: str, content: bytes) -> dict[str, ob
         folder = files.make_directory(run_dir / FOLDER)
         if not files.is_plain(folder / name):  # by its hash: a file that is there has the same text
             files.write_text(folder / name, _masked(content.decode(errors="replace")))
-    except (OSError, files.FileError):
+    except OSError:
         return facts
     return facts | {f"{what}_copy": name}
 

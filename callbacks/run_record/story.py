@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from callbacks.error_text import recorded
 from callbacks.run_record.redaction import mask, printable
-from callbacks.run_record.values import as_count, as_counter, as_dict, as_number, as_seconds, as_text, parsed
+from callbacks.run_record.values import as_count, as_counter, as_dict, as_list, as_number, as_seconds, as_text, parsed
 from callbacks.types import Json, JsonObject
 
 SPEED = "examples_per_second"
@@ -261,12 +261,8 @@ class Story:
         self.split.add(as_dict(entry.get("seconds")))
 
     def _summary(self, entry: JsonObject) -> None:
-        ranks = entry.get("seconds")
-        self.split.ranks = []
-        for seconds in ranks if isinstance(ranks, list) else ():
-            self.split.ranks.append(as_seconds(as_dict(seconds)))
-        lines = entry.get("text")
-        self.split.verdict = list(map(as_text, lines)) if isinstance(lines, list) else []
+        self.split.ranks = [as_seconds(as_dict(seconds)) for seconds in as_list(entry.get("seconds"))]
+        self.split.verdict = list(map(as_text, as_list(entry.get("text"))))
 
     def _checkpoint(self, entry: JsonObject) -> None:
         self.saved[as_text(entry.get("checkpoint"))] = (as_text(entry.get("reason")), self.timeline.now)

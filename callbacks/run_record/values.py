@@ -49,6 +49,11 @@ def as_dict(value: object) -> JsonObject:
     return value if isinstance(value, dict) else {}
 
 
+def as_list(value: object) -> list[Json]:
+    """The value, if it is a list; else an empty one."""
+    return value if isinstance(value, list) else []
+
+
 def as_text(value: object) -> str:
     """The value as a text; "" for None."""
     if isinstance(value, str):

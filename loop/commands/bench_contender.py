@@ -69,15 +69,15 @@ def _check(task: TrainTask) -> None:
     from loop.options import DEFAULTS, with_defaults
     from loop.task import TrainTask
 
-    if type(task).train_step is not TrainTask.train_step:
-        raise _NotComparableError("the task has a train_step of its own, which only tfloop calls")
-    if task.build_metrics():
-        raise _NotComparableError("the task has metrics with a state, which a plain loop would have to keep")
-    if task.phases():
-        raise _NotComparableError("the task has several phases")
     precision = with_defaults(task, {})["precision"]
-    if precision != DEFAULTS["precision"]:
-        raise _NotComparableError(f"the task trains in {precision} by itself, and a plain loop would in float32")
+    problems = {
+        "has a train_step of its own, which only tfloop calls": type(task).train_step is not TrainTask.train_step,
+        "has metrics with a state, which a plain loop would have to keep": task.build_metrics(),
+        "has several phases": task.phases(),
+        f"trains in {precision} by itself, and a plain loop would in float32": precision != DEFAULTS["precision"],
+    }
+    for problem in filter(problems.get, problems):
+        raise _NotComparableError(f"the task {problem}")
 
 
 def _left_out(task: TrainTask) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import itertools
@@ -11,12 +12,12 @@ import reprlib
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from callbacks import Callback, EvaluateBeside, Schedule
-from callbacks.files import FileError, MovedError
+from callbacks.files import FileError, MovedError, hidden_name, replacing
 from callbacks.nearest import nearest
 from callbacks.run_record.redaction import tell
 from loop.errors import BAD_INPUT, FAILED, TrainingError, UsageError
@@ -118,6 +119,16 @@ def arguments(typed: Mapping[str, object], assignments: Sequence[str], files: Se
     words += [f"--set={text}" for text in assignments]
     words += [f"--config={path}" for path in files]
     return words
+
+
+@contextlib.contextmanager
+def written_out(path: Path) -> Iterator[IO[bytes]]:
+    """Yields the file that `--out` names, which is written whole or not at all; an error names the option."""
+    try:
+        with replacing(path, aside=hidden_name(path)) as file:
+            yield file
+    except OSError as error:
+        raise UsageError(f"--out {path}: {error.strerror}") from None
 
 
 def callback_option(kind: type[Callback], argument: object = None) -> str:

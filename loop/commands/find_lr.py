@@ -16,10 +16,10 @@ from typing import IO
 import numpy as np
 import tensorflow as tf
 
-from callbacks.files import hidden_name, replacing
 from callbacks.run_record.journal import jsonable
 from callbacks.types import JsonObject
 from loop.backends.base import Backend
+from loop.commands import command_line
 from loop.errors import UsageError
 from loop.model.variables import is_legacy, learning_rates
 from loop.options import Options
@@ -229,14 +229,11 @@ def as_json(test: RangeTest) -> JsonObject:
 
 def write(path: Path, test: RangeTest) -> None:
     """Writes the plot or, into a .json file, the numbers; whole or not at all."""
-    try:
-        with replacing(path, aside=hidden_name(path)) as file:
-            if path.suffix == ".json":
-                file.write((json.dumps(as_json(test)) + "\n").encode())
-            else:
-                _draw(file, path.suffix[1:], test)
-    except OSError as error:
-        raise UsageError(f"--out {path}: {error.strerror}") from None
+    with command_line.written_out(path) as file:
+        if path.suffix == ".json":
+            file.write((json.dumps(as_json(test)) + "\n").encode())
+        else:
+            _draw(file, path.suffix[1:], test)
 
 
 def _draw(file: IO[bytes], form: str, test: RangeTest) -> None:

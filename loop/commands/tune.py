@@ -21,13 +21,12 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from callbacks.files import hidden_name, read_json, replacing
+from callbacks.files import read_json
 from callbacks.formats import plural, size
 from callbacks.run_record.redaction import mask
 from callbacks.throughput_probe import ThroughputProbe
 from callbacks.types import JsonObject
 from loop.commands import command_line, terminal, trial
-from loop.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -336,8 +335,5 @@ def write(path: Path, report: Report) -> None:
     written = [f"# {' '.join(mask(text).split())}" for text in comments]
     # Numbers and texts are the same in TOML as in JSON.
     written += [f"{name} = {json.dumps(value)}" for name, value in report.settings.items()]
-    try:
-        with replacing(path, aside=hidden_name(path)) as file:
-            file.write(("\n".join(written) + "\n").encode())
-    except OSError as error:
-        raise UsageError(f"--out {path}: {error.strerror}") from None
+    with command_line.written_out(path) as file:
+        file.write(("\n".join(written) + "\n").encode())
