@@ -134,12 +134,9 @@ def _curves(records: Sequence[Record]) -> list[Chart]:
 
 def _charted(records: Sequence[Record]) -> list[str]:
     """The metrics that have a chart; the loss first, and evaluations before training."""
-    names = []
     known = metrics(records)
-    for name in known:
-        # Means within epochs have a chart only where there is none over epochs.
-        if not name.startswith(STEP) or name.removeprefix(STEP) not in known:
-            names.append(name)
+    # Means within epochs have a chart only where there is none over epochs.
+    names = [name for name in known if not name.startswith(STEP) or name.removeprefix(STEP) not in known]
     return sorted(names, key=lambda name: (name.removeprefix("eval_") != "loss", not name.startswith("eval_")))
 
 

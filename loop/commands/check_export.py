@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import json
 import sys
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def onnx_outputs(model: str, inputs: dict[str, np.ndarray]) -> dict[str, np.ndar
 
     # On the CPU, where the expected outputs were computed.
     session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
-    names = [output.name for output in session.get_outputs()]
+    names = list(map(attrgetter("name"), session.get_outputs()))
     return dict(zip(names, session.run(names, inputs), strict=True))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import reprlib
 import tomllib
 import typing
@@ -15,6 +14,7 @@ from typing import NamedTuple
 from callbacks.nearest import near_file, nearest
 from callbacks.run_record import redaction
 from loop.errors import UsageError
+from loop.target.fields import typed as typed_field
 
 MOST_BYTES = 1 << 20
 """The greatest size of a file of options."""
@@ -108,16 +108,12 @@ def _field(path: Path, field: object, value: object) -> str:
     """The value of a task's field, as it is typed behind `--set FIELD=`."""
     if not (isinstance(field, str) and field.isidentifier()):
         raise UsageError(f"--config {path}: set has {shown(field)}, which can't be the name of a field")
-    kinds = (bool, int, float, str)
-    if isinstance(value, list) and all(_plain(item, kinds) for item in value):
-        # As it is typed: texts in quotes, and other values as Python writes them.
-        items = [json.dumps(item) if isinstance(item, str) else str(item) for item in value]
-        return f"[{', '.join(items)}]"
-    if value is not None and not _plain(value, kinds):
+    parts = value if isinstance(value, list) else [value]
+    if value is not None and not all(_plain(part, (bool, int, float, str)) for part in parts):
         raise UsageError(
             f"--config {path}: set.{field} = {shown(value)}: give a number, a text, true or false, or a list of these"
         )
-    return str(value)
+    return typed_field(value)
 
 
 def _plain(value: object, kinds: tuple[type, ...]) -> bool:

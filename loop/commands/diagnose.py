@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -132,7 +133,7 @@ class _Probe:
 
         # Layers before losses: a layer that depends on the batch makes the loss depend on it.
         dependent = list(self.dependent_layers())
-        norms = [layer.name for layer in batch_norms(self.model)]
+        norms = list(map(attrgetter("name"), batch_norms(self.model)))
         if dependent:
             yield (
                 f"batch-dependent layers: what {', '.join(dependent)} makes of an example depends on which others are "

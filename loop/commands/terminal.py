@@ -220,11 +220,7 @@ def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str
     Values too large for a plot are left out, too, and counted in the legend: the line is drawn past them. A label that
     is a single character is its own marker where there are no colors.
     """
-    shown = {}
-    for label, points in curves.items():
-        finite = _finite(points)
-        if finite:
-            shown[label] = finite
+    shown = {label: finite for label, points in curves.items() if (finite := _finite(points))}
     if not shown:
         return [f"{title}: nothing to plot"]
     import plotext

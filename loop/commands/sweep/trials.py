@@ -141,11 +141,8 @@ class _Trials:
             for process in list(self._underway):
                 self._look_at(process)
             # Trials that a killed sweep has left running end by themselves. Until then there may be nothing else to do.
-            doing: list[object] = list(self._underway)
-            if not doing:
-                for number in self._study.interrupted:
-                    doing.append(f"waiting for what is left of trial {number}")
-            self._table.doing(doing)
+            waiting = map("waiting for what is left of trial {}".format, self._study.interrupted)
+            self._table.doing(self._underway or list(waiting))
             time.sleep(0.1)
 
     def _start_trials(self) -> None:
