@@ -193,11 +193,12 @@ class MLflowRun:
             "mlflow.source.git.branch": about.get("provenance", {}).get("branch"),
             DIRECTORY: self.directory,
             "tfloop.parameters": about.get("parameters"),
+            "backend": about.get("backend"),
+            "replicas": about.get("replicas"),
+            "workers": about.get("workers"),
         }
         for name, version in about["versions"].items():
             tags[f"version.{name}"] = version
-        for name in ("backend", "replicas", "workers"):
-            tags[name] = about.get(name)
         tags = _given(tags)  # a sweep has fewer than a run
         if not self.is_ours(run.info.run_id):
             for name in run.data.tags:  # the tags that the user gave the run stay

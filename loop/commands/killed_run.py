@@ -146,11 +146,8 @@ class Attempt:
 
     def trained(self) -> int:
         """How much it has trained: the bytes in its logs of examples, without their first lines."""
-        trained = 0
-        for path in self.run.examples.iterdir():
-            if path.name not in self._files_before:
-                trained += max(0, path.stat().st_size - _FIRST_LINE)
-        return trained
+        own = filter(lambda path: path.name not in self._files_before, self.run.examples.iterdir())
+        return sum(max(0, path.stat().st_size - _FIRST_LINE) for path in own)
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = math.inf, pause: float = 0.01) -> bool:
         """Waits until the condition holds; returns False if the attempt ended before that, or the time was over."""

@@ -231,6 +231,14 @@ def _plan(given: SweepArguments) -> sweep_.Plan:
     )
 
 
+def _check_plot(out: Path) -> None:
+    """Refuses a file into which `find-lr` can't write."""
+    if out.suffix not in (".json", ".png", ".svg"):
+        raise UsageError(f"--out {out}: give a name that ends in .png, .svg or .json")
+    if out.is_dir() or not os.access(out.parent, os.W_OK):
+        raise UsageError(f"--out {out}: it can't be written there")
+
+
 def find_lr(
     target_: typed.Target,
     steps: search.FindLrSteps = 100,
@@ -249,10 +257,8 @@ def find_lr(
     with_defaults(None, given)  # for its checks; the task's own defaults come below, once it is loaded
     if not 0 < low < high < float("inf"):
         raise UsageError(f"--low {low} --high {high}: give learning rates > 0, the lower one first")
-    if out is not None and out.suffix not in (".json", ".png", ".svg"):
-        raise UsageError(f"--out {out}: give a name that ends in .png, .svg or .json")
-    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
-        raise UsageError(f"--out {out}: it can't be written there")
+    if out is not None:
+        _check_plot(out)
     task_loader.check(target_)
     backend_name = choose_for_command(backend, workers, alone="find-lr")
     with stderr.quiet_start():
