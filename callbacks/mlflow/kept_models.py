@@ -26,9 +26,8 @@ def update(client: Foreign, run: Foreign, of: Record, params: Mapping[str, str])
             name = model.tags[CHECKPOINT].rpartition("/")[2]
             present[name] = model
     kept_names = {saved.name for saved in of.checkpoints}
-    for name, model in present.items():
-        if name not in kept_names:
-            client.delete_logged_model(model.model_id)
+    for name in sorted(present.keys() - kept_names):
+        client.delete_logged_model(present[name].model_id)
 
     # A checkpoint never changes, so one that has its model needs nothing more.
     new = [saved for saved in of.checkpoints if saved.name not in present]

@@ -100,13 +100,13 @@ def job_backend() -> tuple[str, str]:
     return ("horovod", "it is installed") if missing is None else ("multiworker", missing)
 
 
-def choose_for_command(backend: str | None, workers: int | None, asynchronous: bool = False, alone: str = "") -> str:
+def choose_for_command(backend: str, workers: int | None, asynchronous: bool = False, alone: str = "") -> str:
     """The backend for this process, or for the workers that it is to start; checked against what was typed.
 
     A choice that differs from what the user may expect is printed with its reason.
 
     Args:
-        backend: `--backend`; None: not typed.
+        backend: `--backend`.
         workers: `--workers`; None: not typed.
         asynchronous: whether the command can run on `parameter_server`.
         alone: the name of a command that runs in one process; "": it may run in several.
@@ -114,7 +114,6 @@ def choose_for_command(backend: str | None, workers: int | None, asynchronous: b
     Raises:
         UsageError: what contradicts what.
     """
-    backend = backend or "auto"
     with_defaults(None, {"backend": backend})  # refuses a name that is no backend's
     if backend == "parameter_server" and not asynchronous:
         raise UsageError(f"backend={backend!r} is for `tfloop train` alone: give another --backend, or leave it out")

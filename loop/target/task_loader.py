@@ -211,11 +211,8 @@ def _import_module(name: str, target: str) -> ModuleType:
 
 def _tasks_in(module: ModuleType) -> list[str]:
     """The names of the tasks that a module defines itself, not of those that it imports."""
-    tasks = []
-    for name, value in vars(module).items():
-        if _is_task_class(value) and value.__module__ == module.__name__:
-            tasks.append(name)
-    return tasks
+    own = module.__name__
+    return [name for name, value in vars(module).items() if _is_task_class(value) and value.__module__ == own]
 
 
 def _is_task_class(value: object) -> TypeGuard[type[TrainTask]]:

@@ -164,7 +164,7 @@ def chaos(
     if checkpoint_every is not None:
         command_line.schedule(checkpoint_every)
     task_loader.check(target_)
-    choose_for_command(backend, workers)
+    choose_for_command(backend or "auto", workers)
     _refuse_used(keep)
     arguments = command_line.arguments(options | {"workers": workers}, set_)
     left = f"what was made is in {keep}" if keep else "nothing is left behind"

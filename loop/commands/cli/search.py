@@ -55,7 +55,7 @@ def tune(
     _refuse_in_job("tune starts its workers itself: call it once, with --workers")
     config.arguments(config_, train_options(), ())  # checked here, and read again by each trial
     task_loader.check(target_)
-    choose_for_command(backend, workers)
+    choose_for_command(backend or "auto", workers)
     given = {"batch_size": batch_size, "backend": backend, "workers": workers}
     arguments = command_line.arguments(given, set_, config_)
     # A guess, for the bar: how many values are tried depends on the machine and on what is found.
@@ -209,7 +209,7 @@ def _plan(given: SweepArguments) -> sweep_.Plan:
     """The plan of a new sweep."""
     # What each trial would refuse is refused here, once, before the first one starts.
     task_loader.check(given.target_)
-    choose_for_command(given.backend, given.workers, asynchronous=True)
+    choose_for_command(given.backend or "auto", given.workers, asynchronous=True)
     ray_options.read_request(given)
     grid = sweep_.assigned("--grid", given.grid)
     random = sweep_.assigned("--random", given.random)
@@ -260,7 +260,7 @@ def find_lr(
     if out is not None:
         _check_plot(out)
     task_loader.check(target_)
-    backend_name = choose_for_command(backend, workers, alone="find-lr")
+    backend_name = choose_for_command(backend or "auto", workers, alone="find-lr")
     with stderr.quiet_start():
         from loop import backends
 

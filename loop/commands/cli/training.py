@@ -173,7 +173,7 @@ def evaluate(
     """Evaluate a checkpoint on the whole evaluation data."""
     with_defaults(None, {"batch_size": batch_size, "backend": backend})  # for its checks
     path = _checkpointed(run, task_target)
-    backend_name = choose_for_command(backend, workers)
+    backend_name = choose_for_command(backend or "auto", workers)
     if backend_name in ("horovod", "multiworker") and job_size() is None:
         # Its workers come here again, with the same arguments, and go on below. `finish` doesn't return.
         finish(*run_job(backend_name, workers or 1, sys.argv[1:])[:3], as_json, _metric_lines)
@@ -213,7 +213,7 @@ def predict(
     check_out(out)
     check_data(data)
     cores = threads_for(out, threads)
-    backend_name = choose_for_command(backend, workers)
+    backend_name = choose_for_command(backend or "auto", workers)
     if backend_name in ("horovod", "multiworker") and job_size() is None:
         # As in `evaluate`. The launcher draws the bar, by the parts that its workers have written.
         with shown_parts(out):
