@@ -25,6 +25,7 @@ from loop.launch import warm_start
 MARK = "TFLOOP_CHAOS"
 """The environment variable that marks all processes of an attempt, even those whose parent has ended."""
 WRITING, STARTING, TRAINING = KINDS = ("in a checkpoint write", "in start-up", "in training")
+_COMMAND = [*warm_start.COMMAND, "train"]
 _FIRST_LINE = 30
 """The greatest size of the first line in a file of examples, in bytes."""
 
@@ -66,7 +67,7 @@ class Run:
 
     def move(self, machine: Machine) -> None:
         """Lets the next attempt be made on a machine."""
-        self.command = [*warm_start.COMMAND, "train", *self._arguments, *machine.options]
+        self.command = [*_COMMAND, *self._arguments, *machine.options]
         # A launcher that is killed can't remove its temporary files: they go into the directory of the run.
         self.environment = {"TMPDIR": str(self.directory / "tmp")}
         self.run_dir = self.directory / "run"
