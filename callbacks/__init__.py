@@ -33,40 +33,12 @@ from callbacks.timer import Timer
 from callbacks.trainer_status import TrainerStatus
 
 __all__ = [
-    "EMA",
-    "EVENTS",
-    "BroadcastVariables",
-    "CSVLogger",
-    "Callback",
-    "Checkpoint",
-    "EarlyStopping",
-    "EvaluateBeside",
-    "FromKeras",
-    "Journal",
-    "LambdaCallback",
-    "LearningRateMonitor",
-    "LearningRateScaling",
-    "MLflowTracker",
-    "Metrics",
-    "ModelSummary",
-    "Notify",
-    "Profiler",
-    "Progress",
-    "ReduceOnPlateau",
-    "Report",
-    "Run",
-    "SamplePredictions",
-    "Schedule",
-    "Sentinel",
-    "ShardData",
-    "StandardSet",
-    "SystemMetrics",
-    "TensorBoard",
-    "Timer",
-    "TrainerStatus",
-    "complete",
-    "standard",
-]
+    "EMA", "EVENTS", "BroadcastVariables", "CSVLogger", "Callback", "Checkpoint", "EarlyStopping", "EvaluateBeside",
+    "FromKeras", "Journal", "LambdaCallback", "LearningRateMonitor", "LearningRateScaling", "MLflowTracker", "Metrics",
+    "ModelSummary", "Notify", "Profiler", "Progress", "ReduceOnPlateau", "Report", "Run", "SamplePredictions",
+    "Schedule", "Sentinel", "ShardData", "StandardSet", "SystemMetrics", "TensorBoard", "Timer", "TrainerStatus",
+    "complete", "standard",
+]  # fmt: skip
 
 
 class StandardSet(list[Callback]):
@@ -154,21 +126,13 @@ def complete(callbacks: Iterable[Callback] | None, own: Iterable[Callback] = ())
 def _with(present: Iterable[Callback], added: Iterable[Callback]) -> list[Callback]:
     """The callbacks in `present`, each replaced by those in `added` of the same standard class; then the others."""
     added = list(added)
-    standard_classes = tuple(map(type, standard()))
     callbacks: list[Callback] = []
     for callback in present:
+        kinds = tuple(filter(partial(isinstance, callback), STANDARD))  # mostly one; none of a callback of the user's
         # In its place, since the order of the standard set matters.
-        _add(callbacks, _replacements(callback, added, standard_classes) or [callback])
+        _add(callbacks, [other for other in added if isinstance(other, kinds)] or [callback])
     _add(callbacks, added)
     return callbacks
-
-
-def _replacements(callback: Callback, added: list[Callback], standard_classes: tuple[type, ...]) -> list[Callback]:
-    """The callbacks in `added` of the standard class that `callback` has; none if it has no standard class."""
-    for kind in standard_classes:
-        if isinstance(callback, kind):
-            return [other for other in added if isinstance(other, kind)]
-    return []
 
 
 def _add(callbacks: list[Callback], more: Iterable[Callback]) -> None:
@@ -181,6 +145,4 @@ def _add(callbacks: list[Callback], more: Iterable[Callback]) -> None:
 
 def _order(callback: Callback) -> int:
     """-1: before the others; 1: after them."""
-    if isinstance(callback, EvaluateBeside):
-        return -1
-    return 1 if isinstance(callback, MLflowTracker) else 0
+    return isinstance(callback, MLflowTracker) - isinstance(callback, EvaluateBeside)

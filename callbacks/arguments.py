@@ -17,6 +17,21 @@ def is_whole(value: object, least: float, most: float = math.inf) -> TypeGuard[i
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
 
+def is_whole_or_none(value: object, least: float) -> bool:
+    """Whether it is None, or a whole number that isn't less."""
+    return value is None or is_whole(value, least)
+
+
+def is_text(value: object) -> bool:
+    """Whether it is a text, and not an empty one."""
+    return isinstance(value, str) and value != ""
+
+
+def is_fraction(value: object) -> bool:
+    """Whether it is a number between 0 and 1, and neither of them."""
+    return is_number(value, 0, 1) and value not in (0, 1)
+
+
 def is_number(value: object, least: float, most: float = math.inf) -> bool:
     """Whether it is a finite number of any type but bool, within these bounds."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
@@ -41,13 +56,7 @@ def plain_numbers(value: object) -> object:
 
 
 def check(callback: object, is_valid: bool, fix: str, **given: object) -> None:
-    """Refuses an invalid argument of a callback.
-
-    Args:
-        callback: the callback.
-        is_valid: whether the argument is valid.
-        fix: what to give instead.
-        **given: the argument, or arguments that don't fit together, by name.
+    """Refuses an argument of a callback, or arguments that don't fit together; the fix says what to give instead.
 
     Raises:
         ValueError: it isn't valid.
@@ -60,17 +69,10 @@ def check(callback: object, is_valid: bool, fix: str, **given: object) -> None:
 def stored_number(
     state: JsonObject, name: str, whole: bool = False, optional: bool = False, least: float = -math.inf
 ) -> Json:
-    """A finite number of a callback's state in a checkpoint, which may be of any origin.
-
-    Args:
-        state: the state.
-        name: of the number in it.
-        whole: whether it must be a whole number.
-        optional: whether it may be None.
-        least: the least number that it may be.
+    """A finite number of a callback's state in a checkpoint, which may be of any origin; if it is optional, also None.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is something else, less than `least`, or not whole where it must be.
     """
     value = state[name]
     is_valid = is_whole(value, least) if whole else is_number(value, least)

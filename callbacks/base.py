@@ -26,20 +26,9 @@ from callbacks.types import (
 
 # A new event needs its name here, a hook in `Callback`, and a place in the loop that fires it.
 EVENTS = (
-    "setup",
-    "data",
-    "restore",
-    "fit_start",
-    "phase_start",
-    "epoch_start",
-    "steps_end",
-    "eval_end",
-    "epoch_end",
-    "checkpoint",
-    "profile",
-    "exception",
-    "fit_end",
-)
+    "setup", "data", "restore", "fit_start", "phase_start", "epoch_start", "steps_end", "eval_end", "epoch_end",
+    "checkpoint", "profile", "exception", "fit_end",
+)  # fmt: skip
 """Every event of a run, in the order of its first occurrence. Hooks and dispatch are derived from this tuple."""
 
 Metrics = Mapping[str, float]

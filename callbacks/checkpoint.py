@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from callbacks import metric_direction
-from callbacks.arguments import check, is_number, is_whole, stored_number
+from callbacks.arguments import check, is_number, is_text, is_whole, is_whole_or_none, stored_number
 from callbacks.base import Callback, Every, Metrics, Run
 from callbacks.retention import Policy, Saved, ranked, retained
 from callbacks.run_record.redaction import tell
@@ -62,14 +62,13 @@ class Checkpoint(Callback):
         max_bytes: int | None = None,
     ) -> None:
         check(self, is_whole(keep_last, 1), "give a whole number >= 1 of checkpoints", keep_last=keep_last)
-        check(self, best is None or (isinstance(best, str) and best != ""), "give a metric's name, or None", best=best)
+        check(self, best is None or is_text(best), "give a metric's name, or None", best=best)
         check(self, on_error in ("stop", "warn"), "give stop or warn", on_error=on_error)
         check(self, is_whole(keep_best, 1), "give a whole number >= 1 of checkpoints", keep_best=keep_best)
         has_metric = best is not None or keep_best == 1
         check(self, has_metric, "give the metric by which they are the best", best=best, keep_best=keep_best)
         for name, value in {"keep_every": keep_every, "max_bytes": max_bytes}.items():
-            is_valid = value is None or is_whole(value, 1)
-            check(self, is_valid, "give a whole number >= 1, or None", **{name: value})
+            check(self, is_whole_or_none(value, 1), "give a whole number >= 1, or None", **{name: value})
         check(self, isinstance(keep_hourly, bool), "give True or False", keep_hourly=keep_hourly)
         self.every: Every = "epoch" if every == "auto" else every
         self.pause = 0.0 if every == "epoch" else PAUSE
@@ -135,14 +134,14 @@ class Checkpoint(Callback):
                 self.best_value = self.best_step = None
 
     def on_fit_start(self, run: Run) -> None:
-        self._result_saved = run.best["step"] if run.best is not None else None
+        self._result_saved = _result_step(run)
 
     def on_checkpoint(self, run: Run, reason: str) -> None:
         assert run.saved_path is not None
         step = step_of(run.saved_path)
         if step == self.best_step:
             self._best_saved = step
-        result = run.best["step"] if run.best is not None else None
+        result = _result_step(run)
         if step == result:
             self._result_saved = step
         # The previous best one is kept until the new one is on disk.
@@ -172,17 +171,17 @@ class Checkpoint(Callback):
         return saved
 
     def _judge(self, run: Run, metrics: Metrics) -> None:
-        value = metrics.get(self.best, math.nan) if self.best else math.nan
-        step = run.progress.step
-        if not math.isfinite(value):
+        if self.best is None or not math.isfinite(metrics.get(self.best, math.nan)):
             return
+        value = metrics[self.best]
+        step = run.progress.step
         # Asked before this state is one of those that it is compared with.
         is_among_best = self._is_among_best(step, value)
         self._known[step] = Saved(step, value)
         if self.best_value is None or self.sign * (value - self.best_value) < 0:
             self.best_value = value
             self.best_step = step
-            if run.options["keep"] == "best" and self.best is not None:
+            if run.options["keep"] == "best":
                 run.keep_best(self.best, value, step)
             if self._is_due():
                 self._save(run, "best")
@@ -238,6 +237,11 @@ def _default(data: Data) -> str:
     if first_set is None:
         return "loss"
     return f"eval_{first_set}_loss" if first_set else DEFAULT
+
+
+def _result_step(run: Run) -> int | None:
+    """The step whose weights are the result of the run, if that is known."""
+    return None if run.best is None else run.best["step"]
 
 
 def step_of(path: Path) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from callbacks.arguments import check, is_number
+from callbacks.arguments import check, is_fraction
 from callbacks.base import Callback, Run
 
 
@@ -23,8 +23,7 @@ class EMA(Callback):
     runs_on: ClassVar[Literal["chief", "all"]] = "all"
 
     def __init__(self, decay: float = 0.999) -> None:
-        is_valid = is_number(decay, 0, 1) and 0 < decay < 1
-        check(self, is_valid, "give a number between 0 and 1, such as 0.999", decay=decay)
+        check(self, is_fraction(decay), "give a number between 0 and 1, such as 0.999", decay=decay)
         self.decay = decay
 
     def on_setup(self, run: Run) -> None:

@@ -64,12 +64,7 @@ class EpochLines:
         return state
 
     def text(self, state: State, columns: int | None = None) -> str:
-        """The line of an epoch.
-
-        Args:
-            state: of the run at the end of the epoch.
-            columns: the width of the terminal, into which the line has to fit; None: all metrics.
-        """
+        """The line of an epoch; if it has to fit into so many columns of a terminal, without the last metrics."""
         # As wide as they will be in the last line, so that the columns stay where they are.
         epoch = self._padded("epoch", epoch_of(state), epoch_of(state | {"epoch": state["epochs"] or 0}))
         step = self._padded("step", f"step {state['step']:,}", f"step {state['total'] or 0:,}")

@@ -123,9 +123,7 @@ class EvaluateBeside(Callback):
             self._say(every=0.0)
             for row in run.history:
                 row |= self._metrics.get(int(row["step"]), {})
-        if self._process is not None:
-            self._process.end()
-            self._process = None
+        self._end_process()
         if not self._pending:
             shutil.rmtree(run.directory / FOLDER, ignore_errors=True)
 
@@ -174,10 +172,13 @@ class EvaluateBeside(Callback):
                 seconds = 0.0  # only the first answer is waited for
         except EOFError as error:
             tell(f"warning: checkpoints aren't evaluated any more: {error}; `tfloop evaluate` does it")
-            assert self._process is not None
-            self._process.end()
-            self._process = None
+            self._end_process()
         self._say(_BETWEEN)
+
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._process.end()
+        self._process = None
 
     def _say(self, every: float) -> None:
         """Prints the last evaluation, unless another one was printed within so many seconds."""

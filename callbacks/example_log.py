@@ -164,12 +164,10 @@ def _differences_of_epoch(expected: list[Example], found: list[Example]) -> Iter
     for address, count in counts.items():
         if count > 1:
             yield f"example {address} was used {count} times"
-    for address in contents:
-        if address not in counts:
-            yield f"example {address} was not used"
-    for address in counts:
-        if address not in contents:
-            yield f"example {address} was used, but not without kills"
+    for address in sorted(contents.keys() - counts.keys()):
+        yield f"example {address} was not used"
+    for address in sorted(counts.keys() - contents.keys()):
+        yield f"example {address} was used, but not without kills"
 
     for address, content in found:
         if contents.get(address, content) != content:

@@ -126,20 +126,21 @@ def check(path: Path, shared: bool = False) -> None:
     Raises:
         UnsafeFileError: it is a link, or no regular file.
     """
-    try:
-        problem = _problem(path.lstat(), shared)
-    except OSError:
-        return
-    if problem:
+    if problem := _problem_at(path, shared):
         raise UnsafeFileError(path, problem)
 
 
 def is_plain(path: Path, shared: bool = False) -> bool:
     """Whether there is a file that `opened` accepts."""
+    return _problem_at(path, shared) == ""
+
+
+def _problem_at(path: Path, shared: bool) -> str | None:
+    """Why `opened` refuses the file there; "" if it doesn't, None if there is none."""
     try:
-        return not _problem(path.lstat(), shared)
+        return _problem(path.lstat(), shared)
     except OSError:
-        return False
+        return None
 
 
 def _problem(status: os.stat_result, shared: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 
@@ -40,13 +41,8 @@ def lasting(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     parts = [(days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s")]
-    while not parts[0][0]:  # ends at the minutes at the latest: there is at least one
-        parts.pop(0)
-    texts = []
-    for count, unit in parts[:2]:
-        if count:
-            texts.append(f"{count} {unit}")
-    return " ".join(texts)
+    shown = list(itertools.dropwhile(lambda part: not part[0], parts))[:2]
+    return " ".join(f"{count} {unit}" for count, unit in shown if count)
 
 
 def moment(seconds: float) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from callbacks.arguments import stored_number
 from callbacks.base import Callback, Metrics, Run, as_floats
 from callbacks.files import hidden_name, replacing
-from callbacks.learning_rate import optimizers_of, rate_of
+from callbacks.learning_rate import optimizers_of, own_rate, rate_of
 from callbacks.types import Data, Foreign, Json, JsonObject, Optimizer
 
 _REPLACEMENTS = {
@@ -112,7 +114,7 @@ class FromKeras(Callback):
 
     def on_steps_end(self, run: Run, metrics: Metrics) -> None:
         if self._batches:
-            self._call(run, "on_train_batch_end", run.progress.step_in_epoch - 1, self._logs(metrics))
+            self._call(run, "on_train_batch_end", run.progress.step_in_epoch - 1, logs=self._logs(metrics))
             self._begin_batch(run)
 
     def on_eval_end(self, run: Run, metrics: Metrics) -> None:
@@ -120,10 +122,10 @@ class FromKeras(Callback):
         logs = {}
         for name, value in self._logs(metrics).items():
             logs[name.removeprefix("val_")] = value  # as Keras has them within an evaluation
-        self._call(run, "on_test_end", logs)
+        self._call(run, "on_test_end", logs=logs)
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
-        self._call(run, "on_epoch_end", run.progress.epoch, self._logs(metrics))
+        self._call(run, "on_epoch_end", run.progress.epoch, logs=self._logs(metrics))
 
     def on_fit_end(self, run: Run, status: str) -> None:
         if self._view is not None and run.backend.is_chief:  # without others, which may be gone
@@ -136,27 +138,21 @@ class FromKeras(Callback):
 
     def _logs(self, metrics: Metrics) -> dict[str, float]:
         """Metrics by the names of Keras."""
-        of_single_set = "" in self._sets  # of several, each has a name, which the metric's name begins with
+        # Of several evaluation sets, each has a name, which the metric's name begins with.
+        prefix = "val_" if "" in self._sets else ""
         logs = {}
         for name, value in as_floats(metrics).items():
-            if name.startswith("eval_"):
-                name = name.removeprefix("eval_")
-                name = f"val_{name}" if of_single_set else name
-            logs[name] = value
+            logs[re.sub("^eval_", prefix, name)] = value
         return logs
 
-    def _call(self, run: Run, hook: str, *arguments: Foreign) -> None:
+    def _call(self, run: Run, hook: str, *arguments: Foreign, logs: Metrics = MappingProxyType({})) -> None:
         """Calls a hook on the chief; all ranks take the learning rates, and the chief a wish to stop."""
         if not self._is_called(hook):
             return
         assert self._view is not None
         try:
             if run.backend.is_chief:
-                has_logs = bool(arguments) and isinstance(arguments[-1], dict)
-                if not has_logs:
-                    # Every hook of Keras ends in `logs`, which a callback may change: hence a new dict.
-                    arguments = (*arguments, {})
-                getattr(self.callback, hook)(*arguments)
+                getattr(self.callback, hook)(*arguments, dict(logs))  # a new dict: a callback may change it
         finally:
             # Also after an error: the other ranks wait in this collective.
             _share_rates(run)
@@ -166,8 +162,7 @@ class FromKeras(Callback):
 
     def _is_called(self, hook: str) -> bool:
         """Whether the callback overrides a hook; the same on all ranks."""
-        alias = hook.replace("train_batch", "batch")
-        return _overrides(self.callback, hook) or (alias != hook and _overrides(self.callback, alias))
+        return _overrides(self.callback, hook) or _overrides(self.callback, hook.replace("train_batch", "batch"))
 
     def state_dict(self) -> JsonObject:
         changed = {}  # the others are the same after `on_train_begin`
@@ -236,17 +231,12 @@ def _share_rates(run: Run) -> None:
     if run.backend.workers == 1:
         return
     # A schedule is a function of the step, and so the same on all ranks; it can't be set either.
-    optimizers = [optimizer for optimizer in optimizers_of(run).values() if not _has_schedule(optimizer)]
+    optimizers = [optimizer for optimizer in optimizers_of(run).values() if not callable(own_rate(optimizer))]
     own_rates = list(map(rate_of, optimizers))
     rates = run.backend.broadcast_json(own_rates)
     for optimizer, own, rate in zip(optimizers, own_rates, rates, strict=True):
         if rate != own:
             optimizer.learning_rate = rate
-
-
-def _has_schedule(optimizer: Optimizer) -> bool:
-    # Both families have the schedule itself in `_learning_rate`; `learning_rate` of Keras 3 is its value.
-    return callable(getattr(optimizer, "_learning_rate", optimizer.learning_rate))
 
 
 def _kinds(callback: Foreign) -> list[str]:

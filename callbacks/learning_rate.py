@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar, Literal
 
-from callbacks.arguments import check, is_number, is_whole
+from callbacks.arguments import check, is_number, is_whole, is_whole_or_none
 from callbacks.base import Callback, Run
 from callbacks.types import Data, Foreign, JsonObject, Optimizer, Tensors
 
@@ -42,7 +42,7 @@ class LearningRateScaling(Callback):
         check(self, is_size, "give a whole number >= 1", reference_batch_size=reference_batch_size)
         check(self, rule in ("linear", "sqrt"), "give linear or sqrt", rule=rule)
         check(self, is_number(warmup_epochs, 0), "give a number >= 0", warmup_epochs=warmup_epochs)
-        is_length = warmup_steps is None or is_whole(warmup_steps, 0)
+        is_length = is_whole_or_none(warmup_steps, 0)
         check(self, is_length, "give a whole number >= 0, or None", warmup_steps=warmup_steps)
         self.reference_batch_size = reference_batch_size
         self.rule = rule
@@ -58,8 +58,7 @@ class LearningRateScaling(Callback):
         k = run.options["batch_size"] / self.reference_batch_size
         scale = k if self.rule == "linear" else math.sqrt(k)
         for optimizer in optimizers_of(run).values():
-            # Keras 3's `learning_rate` is the value of a schedule, and `_learning_rate` the schedule itself.
-            rate = optimizer._learning_rate if hasattr(optimizer, "_learning_rate") else optimizer.learning_rate
+            rate = own_rate(optimizer)
             if not callable(rate):
                 rate = rate_of(optimizer)  # as a number: the variable itself is replaced by the schedule
             optimizer.learning_rate = _schedule(optimizer, rate, scale, steps)
@@ -91,6 +90,11 @@ def _schedule(optimizer: Optimizer, rate: Foreign, scale: float, warmup: int) ->
 def optimizers_of(run: Run) -> dict[str, Optimizer]:
     """The optimizers of a run by name; a single one has the name ""."""
     return run.optimizer if isinstance(run.optimizer, dict) else {"": run.optimizer}
+
+
+def own_rate(optimizer: Optimizer) -> Foreign:
+    """The learning rate as an optimizer has it, which may be a schedule: `learning_rate` of Keras 3 is its value."""
+    return getattr(optimizer, "_learning_rate", optimizer.learning_rate)
 
 
 def rate_of(optimizer: Optimizer) -> float:

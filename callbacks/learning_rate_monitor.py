@@ -25,15 +25,9 @@ class LearningRateMonitor(Callback):
 
     def on_setup(self, run: Run) -> None:
         self._names = []
-        self._watch(run)
-
-    def on_fit_start(self, run: Run) -> None:
-        self._watch(run)  # a resumed run may be in a later phase, with other optimizers
+        self.on_phase_start(run)
 
     def on_phase_start(self, run: Run) -> None:
-        self._watch(run)
-
-    def _watch(self, run: Run) -> None:
         # Those of the phase before: its optimizers are gone, and may have had other names.
         for name in self._names:
             del run.gauges[name]
@@ -41,3 +35,5 @@ class LearningRateMonitor(Callback):
         self._names = [f"{name}_{_RATE}" if name else _RATE for name in optimizers]
         for name, optimizer in zip(self._names, optimizers.values(), strict=True):
             run.gauges[name] = functools.partial(rate_of, optimizer)
+
+    on_fit_start = on_phase_start  # a resumed run may be in a later phase, with other optimizers

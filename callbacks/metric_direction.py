@@ -34,16 +34,10 @@ def lower_is_better(metric: str) -> bool | None:
 
 
 def sign(callback: object, argument: str, metric: str, mode: str) -> int:
-    """1 if lower values of the metric are better, else -1.
-
-    Args:
-        callback: the callback that ranks values.
-        argument: its argument that names the metric.
-        metric: the metric's name.
-        mode: `"min"`, `"max"`, or `"auto"`: by the name.
+    """1 if lower values of the metric are better, else -1; with the mode `"auto"`, by its name.
 
     Raises:
-        ValueError: there is no such mode, or the name doesn't say which values are better.
+        ValueError: of the callback and its argument: there is no such mode, or the name doesn't say what is better.
     """
     check(callback, mode in ("auto", "min", "max"), "give auto, min or max", mode=mode)
     lower = lower_is_better(metric) if mode == "auto" else mode == "min"

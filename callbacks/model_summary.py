@@ -45,8 +45,8 @@ class _Count:
 
     def add(self, variable: Variable, is_trained: bool) -> None:
         elements = int(variable.shape.num_elements())
-        self.trained += elements if is_trained else 0
-        self.fixed += 0 if is_trained else elements
+        self.trained += elements * is_trained
+        self.fixed += elements * (not is_trained)
         self.size += _bytes(variable)
 
     def cells(self) -> tuple[str, str, str]:

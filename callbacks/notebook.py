@@ -44,12 +44,7 @@ def short_interrupt() -> Iterator[None]:
 
 
 def bar(total: int | None, initial: int) -> Foreign:
-    """A bar of tqdm as a widget, if ipywidgets is installed; else one line that is updated in place.
-
-    Args:
-        total: the number of steps, if it is known.
-        initial: the steps made so far.
-    """
+    """A bar of tqdm as a widget, if ipywidgets is installed; else one line that is updated in place."""
     if importlib.util.find_spec("ipywidgets") is not None:
         from tqdm.notebook import tqdm
 
@@ -59,10 +54,6 @@ def bar(total: int | None, initial: int) -> Foreign:
 
 class Line:
     """One line of a cell's output, with the part of the interface of tqdm's bars that `Display` uses.
-
-    Args:
-        total: the number of steps, if it is known.
-        initial: the steps made so far.
 
     Attributes:
         n: the steps made so far.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from callbacks import metric_direction
-from callbacks.arguments import check, is_number, is_whole, stored_number
+from callbacks.arguments import check, is_number, is_text, is_whole, stored_number
 from callbacks.base import Callback, Metrics, Run
 from callbacks.formats import number, plural
 from callbacks.types import JsonObject
@@ -25,7 +25,7 @@ class Patience(Callback):
     """
 
     def __init__(self, metric: str, patience: int, min_delta: float, mode: str) -> None:
-        check(self, isinstance(metric, str) and metric != "", "give the name of a metric", metric=metric)
+        check(self, is_text(metric), "give the name of a metric", metric=metric)
         check(self, is_whole(patience, 1), "give a whole number >= 1", patience=patience)
         check(self, is_number(min_delta, 0), "give a number >= 0", min_delta=min_delta)
         self.metric = metric

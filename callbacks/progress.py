@@ -112,9 +112,7 @@ class Display:
         getattr(self, f"_{state['kind']}")({**state, "metrics": metrics})
 
     def _start(self, state: State) -> None:
-        if self._bar is not None:  # the workers of an elastic job have formed anew
-            self._bar.close()
-            self._bar = None
+        self._close_bar()  # the workers of an elastic job may have formed anew
         run = state["run"]
         workers = run["workers"]
         replicas = plural(run["replicas"], "replica")
@@ -140,35 +138,37 @@ class Display:
 
     def _steps(self, state: State) -> None:
         if self._bar is not None:
-            self._tell_bar(state)
-            self._bar.update(state["step"] - self._bar.n)
+            self._move_bar(state)
         elif time.monotonic() - self._last_line >= self.log_seconds:
             total = f"/{state['total']:,}" if state["total"] else ""
             self.line(f"step {state['step']:,}{total}  {numbers(state['metrics'])}  {state['speed']:,.0f} examples/s")
 
     def _epoch(self, state: State) -> None:
-        if self._bar is not None:
-            self._tell_bar(state)
-            self._bar.update(state["step"] - self._bar.n)
+        self._move_bar(state)
         self._epoch_line(self._epochs.take(state, time.monotonic()))
 
     def _end(self, state: State) -> None:
         # First, so that the last epoch has its line, however fast it was.
         self._epoch_line(self._epochs.held())
-        if self._bar is not None:
-            self._tell_bar(state)
-            self._bar.update(state["step"] - self._bar.n)
-            self._bar.close()
-            self._bar = None
+        self._move_bar(state)
+        self._close_bar()
         why = f" ({shown(state['why'])})" if state["why"] else ""
         self.line(f"{shown_status(state['status'])} at step {state['step']:,}{why}, {state['speed']:,.0f} examples/s")
 
-    def _tell_bar(self, state: State) -> None:
-        """Gives the bar the epoch and the metrics of a state, without drawing it."""
+    def _move_bar(self, state: State) -> None:
+        """Draws the bar, if there is one, with the epoch, the metrics and the step of a state."""
+        if self._bar is None:
+            return
         self._bar.set_description_str(epoch_of(state) + " ", refresh=False)
         if state["metrics"]:  # else the bar keeps the last ones
             room = self._columns() - len(epoch_of(state)) - 2 * len(f"{state['total'] or 0}") - _BAR_WIDTH
             self._bar.set_postfix_str(_beside_bar(state, room), refresh=False)
+        self._bar.update(state["step"] - self._bar.n)
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
 
     def _epoch_line(self, state: State | None) -> None:
         if state is not None:

@@ -20,8 +20,4 @@ class Pruning(Callback):
     def on_steps_end(self, run: Run, metrics: Metrics) -> None:
         self.on_fit_start(run)
 
-    def on_eval_end(self, run: Run, metrics: Metrics) -> None:
-        self.on_fit_start(run)
-
-    def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
-        self.on_fit_start(run)
+    on_eval_end = on_epoch_end = on_steps_end

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from callbacks.arguments import check, is_number, is_whole, stored_number
+from callbacks.arguments import check, is_fraction, is_number, is_whole, stored_number
 from callbacks.base import Metrics, Run, as_floats
 from callbacks.formats import number
-from callbacks.learning_rate import optimizers_of, rate_of
+from callbacks.learning_rate import optimizers_of, own_rate, rate_of
 from callbacks.patience import Patience
 from callbacks.run_record.redaction import tell
 from callbacks.types import JsonObject
@@ -45,7 +45,7 @@ class ReduceOnPlateau(Patience):
         mode: str = "auto",
     ) -> None:
         super().__init__(metric, patience, min_delta, mode)
-        check(self, is_number(factor, 0, 1) and 0 < factor < 1, "give a number between 0 and 1", factor=factor)
+        check(self, is_fraction(factor), "give a number between 0 and 1", factor=factor)
         check(self, is_whole(cooldown, 0), "give a whole number >= 0 of measurements", cooldown=cooldown)
         check(self, is_number(min_lr, 0), "give a learning rate >= 0", min_lr=min_lr)
         self.factor = factor
@@ -58,14 +58,8 @@ class ReduceOnPlateau(Patience):
         self._cooling = 0
 
     def on_fit_start(self, run: Run) -> None:
-        self._refuse_schedules(run)
-
-    def on_phase_start(self, run: Run) -> None:
-        self._refuse_schedules(run)  # a phase has optimizers of its own
-
-    def _refuse_schedules(self, run: Run) -> None:
         for name, optimizer in optimizers_of(run).items():
-            rate = getattr(optimizer, "_learning_rate", optimizer.learning_rate)
+            rate = own_rate(optimizer)
             if callable(rate):
                 which = f"{type(optimizer).__name__} ({name!r})" if name else type(optimizer).__name__
                 raise ValueError(
@@ -73,6 +67,8 @@ class ReduceOnPlateau(Patience):
                     f"a schedule, {type(rate).__name__}, which says at each step what it is: leave one of the two out "
                     "(LearningRateScaling makes a schedule, too)"
                 )
+
+    on_phase_start = on_fit_start  # a phase has optimizers of its own
 
     def judge(self, run: Run, metrics: Metrics) -> None:
         # The chief's, so that all ranks act alike: a callback that runs only there may have changed them.

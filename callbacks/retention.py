@@ -5,59 +5,39 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterable
+from operator import attrgetter
 
 _HOUR = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint.
+    """A complete checkpoint."""
 
-    Attributes:
-        step: its step.
-        value: its metric; nan: it has none.
-        time: when it was complete, in seconds since the epoch.
-        bytes: the size of its files.
-    """
-
-    step: int
-    value: float = math.nan
-    time: float = 0.0
-    bytes: int = 0
+    step: int  # its step
+    value: float = math.nan  # its metric; nan: it has none
+    time: float = 0.0  # when it was complete, in seconds since the epoch
+    bytes: int = 0  # the size of its files
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Which checkpoints stay: those that one of these names.
+    """Which checkpoints stay: those that one of these names."""
 
-    Attributes:
-        last: how many of the newest.
-        best: how many of the best.
-        every: those whose step is a multiple of it.
-        hourly: the first of each hour.
-        max_bytes: what all of them together may take; the newest and the best one stay in any case.
-        sign: 1: a smaller metric is better; -1: a greater one.
-    """
-
-    last: int = 3
-    best: int = 1
-    every: int | None = None
-    hourly: bool = False
-    max_bytes: int | None = None
-    sign: int = 1
+    last: int = 3  # how many of the newest
+    best: int = 1  # how many of the best
+    every: int | None = None  # those whose step is a multiple of it
+    hourly: bool = False  # the first of each hour
+    max_bytes: int | None = None  # what all of them together may take; the newest and the best one stay in any case
+    sign: int = 1  # 1: a smaller metric is better; -1: a greater one
 
 
 def retained(checkpoints: Iterable[Saved], policy: Policy, pinned: Collection[int | None] = ()) -> set[int]:
-    """The steps of the checkpoints that stay.
+    """The steps of the checkpoints that stay, out of all complete ones; those that are pinned stay in any case.
 
     Their order is that of their steps: clocks may differ from machine to machine. Time counts for `hourly` alone.
-
-    Args:
-        checkpoints: all complete ones.
-        policy: which of them stay.
-        pinned: steps that stay in any case.
     """
-    in_order = sorted(checkpoints, key=lambda saved: saved.step)
+    in_order = sorted(checkpoints, key=attrgetter("step"))
     best = ranked(in_order, policy.sign)[: policy.best]
     # `last` is at least 1: [-0:] would be all of them.
     kept = {saved.step: saved for saved in [*in_order[-policy.last :], *best]}
@@ -84,7 +64,7 @@ def ranked(checkpoints: Iterable[Saved], sign: int) -> list[Saved]:
 
 def _fit(kept: dict[int, Saved], safe: Collection[int | None], max_bytes: int) -> None:
     """Takes out the oldest ones until the rest fits."""
-    total = sum(saved.bytes for saved in kept.values())
+    total = sum(map(attrgetter("bytes"), kept.values()))
     for step in sorted(kept):  # a list of its own: `kept` shrinks
         if total <= max_bytes:
             break

@@ -47,17 +47,13 @@ class Timer(Callback):
         self._start = time.monotonic()
 
     def on_fit_start(self, run: Run) -> None:
-        self._check(run)
-
-    def on_steps_end(self, run: Run, metrics: Metrics) -> None:
-        self._check(run)
-
-    def on_eval_end(self, run: Run, metrics: Metrics) -> None:
-        self._check(run)
-
-    def _check(self, run: Run) -> None:
         if self.elapsed >= self.seconds:
             run.stop(f"the run has taken its max_duration of {self.max_duration}")
+
+    def on_steps_end(self, run: Run, metrics: Metrics) -> None:
+        self.on_fit_start(run)
+
+    on_eval_end = on_steps_end
 
     def state_dict(self) -> JsonObject:
         return {"seconds": self.elapsed}

@@ -59,19 +59,15 @@ class TrainerStatus(Posting):
         return cls(os.environ[URL], os.environ[CA_CERT], os.environ[TOKEN])
 
     def on_steps_end(self, run: Run, metrics: Metrics) -> None:
-        self._take(run, metrics)
-
-    def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
-        self._take(run, metrics)
-
-    def on_fit_end(self, run: Run, status: str) -> None:
-        self._report(run)
-
-    def _take(self, run: Run, metrics: Metrics) -> None:
         # Kept even if nothing is sent now: each message has the last value of every metric.
         self._metrics |= as_floats(metrics)
         if not self._sending.locked():  # else the server is slow
             self._report(run)
+
+    on_epoch_end = on_steps_end
+
+    def on_fit_end(self, run: Run, status: str) -> None:
+        self._report(run)
 
     def _report(self, run: Run) -> None:
         step, total = run.progress.step, run.total_steps

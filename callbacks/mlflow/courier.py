@@ -20,9 +20,7 @@ _MOST_REFUSALS = 3  # attempts, a second apart, after which a store that answers
 class Courier(threading.Thread):
     """Delivers a journal that is still being written, until the end of the run; tries again after every failure.
 
-    Args:
-        delivery: sends the journal.
-        longest_pause: the longest time between two attempts while the store can't be used, in seconds.
+    While the store can't be used, there are at most so many seconds between two attempts.
     """
 
     def __init__(self, delivery: Delivery, longest_pause: float = 30.0) -> None:

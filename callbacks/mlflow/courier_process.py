@@ -17,10 +17,7 @@ _GRACE = 5.0  # seconds beyond the wait after which a process that doesn't answe
 
 
 class CourierProcess(SideProcess):
-    """A process that has imported MLflow, or is about to; see `courier.main`.
-
-    Args:
-        uri: the store for which it is started.
+    """A process that has imported MLflow for a store, or is about to; see `courier.main`.
 
     Raises:
         OSError: no process can be started.
@@ -34,12 +31,7 @@ class CourierProcess(SideProcess):
         super().__init__("callbacks.mlflow.courier", uri.partition(":")[0])
 
     def finish(self, uri: str, wait: float) -> JsonObject:
-        """Has the process deliver the rest of its run; returns the outcome. If all is well, the process is kept.
-
-        Args:
-            uri: the store of the run.
-            wait: the longest time that it may take, in seconds.
-        """
+        """Has the process deliver the rest of its run within a time; returns the outcome. It is kept if all is well."""
         self.order(wait)
         try:
             outcome = self.answer(_SILENT)

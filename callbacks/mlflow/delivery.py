@@ -46,21 +46,14 @@ _STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}  #
 
 @dataclasses.dataclass
 class _Position:
-    """How far the journal has been sent.
+    """How far the journal has been sent."""
 
-    Attributes:
-        last_steps: the last step of each metric, by its name in MLflow.
-        sent_artifacts: how many of the journal's artifacts the store has.
-        artifacts: the artifact lines of the journal, up to `offset`.
-        offset: the byte up to which the journal has been read.
-        time: the time of the last line, in ms.
-    """
-
-    last_steps: dict[str, int]
-    sent_artifacts: int
+    last_steps: dict[str, int]  # the last step of each metric, by its name in MLflow
+    sent_artifacts: int  # how many of the journal's artifacts the store has
+    # The artifact lines of the journal, up to `offset`.
     artifacts: list[JsonObject] = dataclasses.field(default_factory=list)
-    offset: int = 0
-    time: int = 0
+    offset: int = 0  # the byte up to which the journal has been read
+    time: int = 0  # the time of the last line, in ms
 
 
 class Delivery:

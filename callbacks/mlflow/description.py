@@ -11,6 +11,7 @@ from callbacks.files import read_json
 from callbacks.formats import lasting, number, plural
 from callbacks.run_record.record import Record
 from callbacks.run_record.redaction import HIDDEN, mask, redact
+from callbacks.run_record.values import as_dict, as_list
 from callbacks.types import Json, JsonObject
 
 BEST = "best/"
@@ -28,17 +29,14 @@ def run_name(directory: Path, about: JsonObject) -> str:
     Where no field differs, it is the name of the run directory, which has the task's.
     """
     sweep = read_json(directory.parent / "run.json")
-    changed = about.get("changed")
     if "sweep" in about:
         names: list[str] = []
     elif "sweep" in sweep:
         names = list(sweep.get("hyperparameters", {}))
     else:
-        names = list(map(str, changed)) if isinstance(changed, list) else []
-    fields = about.get("hyperparameters")
-    shown = {}
-    if isinstance(fields, dict):
-        shown = {name: fields[name] for name in names if name in fields}
+        names = list(map(str, as_list(about.get("changed"))))
+    fields = as_dict(about.get("hyperparameters"))
+    shown = {name: fields[name] for name in names if name in fields}
     # Redacted as a dict: the name of a field says whether its value is a secret.
     return values(redact(shown))[:_LONGEST_NAME] or mask(directory.name)
 
@@ -54,13 +52,7 @@ def values(fields: Mapping[str, Json]) -> str:
 
 
 def note(about: JsonObject, of: Record, status: str) -> str:
-    """The description of a run, as Markdown. What failed comes first.
-
-    Args:
-        about: its `run.json`.
-        of: its record.
-        status: how it stands.
-    """
+    """The description of a run with this status, by its `run.json` and its record, as Markdown; what failed first."""
     lines = [f"**{_plain(of.task or 'Run')}** · {shown_status(status)}"]
     if status == "failed" and of.faults:
         fault = of.faults[-1]
@@ -109,7 +101,7 @@ def _best_trial(about: JsonObject) -> list[str]:
     if not isinstance(best, dict):
         return []
     # `run.json` may be damaged or a stranger's, so each entry is checked.
-    tried = values(best["params"]) if isinstance(best.get("params"), dict) else ""
+    tried = values(as_dict(best.get("params")))
     value = best.get("value")
     shown = f": {best.get('metric')} {number(value)}" if isinstance(value, int | float) else ""
     trial = _plain(str(best.get("trial")))

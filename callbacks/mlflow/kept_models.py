@@ -19,23 +19,15 @@ CHECKPOINT = "tfloop.checkpoint"
 
 
 def update(client: Foreign, run: Foreign, of: Record, params: Mapping[str, str]) -> None:
-    """Gives each checkpoint that a run has kept its model, and removes the models of checkpoints that are gone.
-
-    Args:
-        client: MLflow's client.
-        run: the MLflow run.
-        of: the record of the run, with its checkpoints.
-        params: the hyperparameters, as MLflow takes them.
-    """
+    """Gives each checkpoint that a run has kept its model, and removes the models of checkpoints that are gone."""
     present = {}  # by the checkpoint's name
     for model in _models(client, run):
         if CHECKPOINT in model.tags:  # the others are the user's
             name = model.tags[CHECKPOINT].rpartition("/")[2]
             present[name] = model
     kept_names = {saved.name for saved in of.checkpoints}
-    for name, model in present.items():
-        if name not in kept_names:
-            client.delete_logged_model(model.model_id)
+    for name in sorted(present.keys() - kept_names):
+        client.delete_logged_model(present[name].model_id)
 
     # A checkpoint never changes, so one that has its model needs nothing more.
     new = [saved for saved in of.checkpoints if saved.name not in present]

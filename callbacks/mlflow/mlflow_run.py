@@ -14,6 +14,7 @@ from callbacks.mlflow.points import Names, milliseconds, utf8
 from callbacks.mlflow.tracker import STATE
 from callbacks.run_record import journal
 from callbacks.run_record.redaction import mask, redact
+from callbacks.run_record.values import as_dict
 from callbacks.types import Foreign, JsonObject
 
 ID = "tfloop.id"
@@ -31,14 +32,7 @@ _PARAMS_AT_ONCE = 10  # MLflow takes 100 parameters and 1 MB in a request
 
 
 class MLflowRun:
-    """The MLflow run of a run directory.
-
-    Args:
-        directory: the run directory.
-        uri: the tracking store.
-        experiment: the experiment's name.
-        names: names and values as MLflow takes them.
-    """
+    """The MLflow run of a run directory, in a tracking store, with names and values as MLflow takes them."""
 
     def __init__(self, directory: Path, uri: str, experiment: str, names: Names) -> None:
         self.directory = directory
@@ -53,11 +47,7 @@ class MLflowRun:
         return run_id != self._state.get("given")
 
     def find(self, client: Foreign, parent_id: str | None) -> Foreign:
-        """The MLflow run, which is created if there is none.
-
-        Args:
-            client: MLflow's client.
-            parent_id: the MLflow run of the sweep of which this run is a trial; None if it is none.
+        """The MLflow run, which is created if there is none; of a trial, within the run of its sweep.
 
         Raises:
             ValueError: the run, its experiment, or a run that the user has named isn't there, or was deleted.
@@ -78,13 +68,11 @@ class MLflowRun:
             parent = self._named_run(client, state["given"])
             if parent.data.tags.get(ID, own_id) == own_id:
                 return parent  # else it has the points of another training, and can't hold those of two
-        elif state.get("run_id"):
-            run = _existing_run(client, state["run_id"])
-            if run is not None and not self._is_of_original(run):
+        elif state.get("run_id") and (run := _existing_run(client, state["run_id"])) is not None:
+            if not self._is_of_original(run):
                 return run
-            if run is not None:
-                # The original of this copy has the same journal and may have the same name; the path tells them apart.
-                own_id = self._own_id(self.directory)
+            # The original of this copy has the same journal and may have the same name; the path tells them apart.
+            own_id = self._own_id(self.directory)
         if parent_id:
             parent = self._named_run(client, parent_id)
         # MLflow shows a run within another one only in the same experiment.
@@ -140,18 +128,15 @@ class MLflowRun:
         from mlflow.entities import Param, RunTag
 
         # What the store has already isn't sent again: a changed value of a parameter would be an error.
-        params = []
-        for name, value in self._names.texts(self._params()):
-            if name not in run.data.params:
-                params.append(Param(name, value))
-        tags = []
-        for name, value in self._names.texts(self._tags(run)):
-            if run.data.tags.get(name) != value:
-                tags.append(RunTag(name, value))
-        for start in range(0, len(params), _PARAMS_AT_ONCE):
-            client.log_batch(run.info.run_id, params=params[start : start + _PARAMS_AT_ONCE])
-        for start in range(0, len(tags), _PARAMS_AT_ONCE):
-            client.log_batch(run.info.run_id, tags=tags[start : start + _PARAMS_AT_ONCE])
+        params = self._names.texts(self._params())
+        tags = self._names.texts(self._tags(run))
+        missing = {
+            "params": [Param(name, value) for name, value in params if name not in run.data.params],
+            "tags": [RunTag(name, value) for name, value in tags if run.data.tags.get(name) != value],
+        }
+        for kind, entries in missing.items():
+            for start in range(0, len(entries), _PARAMS_AT_ONCE):
+                client.log_batch(run.info.run_id, **{kind: entries[start : start + _PARAMS_AT_ONCE]})
         # A run that goes on is shown as running again. One that the user has begun is the user's to start and end.
         if self.is_ours(run.info.run_id) and self._about["status"] == "running" and run.info.status != "RUNNING":
             client.update_run(run.info.run_id, status="RUNNING")
@@ -160,14 +145,12 @@ class MLflowRun:
         """Notes which data the run was trained and evaluated on: how many examples, and the hash of the first ones."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        data = self._about.get("data")
-        present = run.inputs.dataset_inputs if run.inputs else []
-        if present or not isinstance(data, dict):
+        if run.inputs and run.inputs.dataset_inputs:
             return
         source = mask(json.dumps({"task": self._about.get("target")}))
         inputs = []
-        for name, facts in data.items():
-            if not isinstance(facts, dict) or not facts.get("sha256"):
+        for name, facts in as_dict(self._about.get("data")).items():
+            if not as_dict(facts).get("sha256"):
                 continue
             label = f"{self._about['task']}.{name}"
             digest = str(facts["sha256"])[:36]  # the most that MLflow takes
@@ -210,11 +193,12 @@ class MLflowRun:
             "mlflow.source.git.branch": about.get("provenance", {}).get("branch"),
             DIRECTORY: self.directory,
             "tfloop.parameters": about.get("parameters"),
+            "backend": about.get("backend"),
+            "replicas": about.get("replicas"),
+            "workers": about.get("workers"),
         }
         for name, version in about["versions"].items():
             tags[f"version.{name}"] = version
-        for name in ("backend", "replicas", "workers"):
-            tags[name] = about.get(name)
         tags = _given(tags)  # a sweep has fewer than a run
         if not self.is_ours(run.info.run_id):
             for name in run.data.tags:  # the tags that the user gave the run stay

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from callbacks import files
-from callbacks.arguments import check, is_number
+from callbacks.arguments import check, is_number, is_text
 from callbacks.base import Callback, Run
 from callbacks.files import read_json, write_text
 from callbacks.mlflow import logged_model
@@ -162,8 +162,7 @@ class MLflowTracker(Callback):
     def _store_and_run(self) -> tuple[str, str | None]:
         """The store, and the run that the user has made in it: active in this process, or named by the environment."""
         mlflow = sys.modules.get("mlflow")  # if the user has imported it; the import is slow
-        active = mlflow.active_run() if mlflow else None
-        if mlflow and active:
+        if mlflow and (active := mlflow.active_run()):
             # A run of another store can't hold this one.
             active_store = store(mlflow.get_tracking_uri())
             if self.uri is None or store(self.uri) == active_store:
@@ -175,9 +174,8 @@ class MLflowTracker(Callback):
             try:
                 journal.artifact(run, logged_model.write(run), register=self.register)
             except Exception as error:  # it must not fail a run that is trained and saved
-                lines = str(error).strip().splitlines()
-                text = lines[0] if lines else type(error).__name__
-                _warn(f"the model isn't logged ({text})")
+                first_line = str(error).strip().partition("\n")[0]
+                _warn(f"the model isn't logged ({first_line or type(error).__name__})")
         self.close()  # if the run ended before `on_fit_start`
         outcome: JsonObject = {"error": self._error, "warnings": []}
         if self._courier is not None:
@@ -198,9 +196,7 @@ def _warn(text: str) -> None:
 
 
 def _are_tags(tags: object) -> bool:
-    if not isinstance(tags, Mapping):
-        return False
-    return all(isinstance(name, str) and name for name in tags)
+    return isinstance(tags, Mapping) and all(map(is_text, tags))
 
 
 def _is_model_name(name: object) -> bool:

@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from callbacks.metric_direction import lower_is_better
+from callbacks.formats import number
 from callbacks.run_record.charts import thinned
+from callbacks.run_record.comparison import best_of_all
 from callbacks.run_record.history import COUNTERS
 from callbacks.run_record.redaction import mask
 
@@ -33,15 +34,8 @@ Points = Sequence[tuple[float, float]]
 
 
 def html(facts: Iterable[str], history: Sequence[Mapping[str, float]]) -> str:
-    """The facts of a run and its metrics, as HTML.
-
-    Args:
-        facts: short texts, such as the status and the number of steps.
-        history: a row for each epoch, as in `FitResult.history`.
-    """
-    names: dict[str, None] = {}  # a set in the order of the first occurrence: a metric may begin in a later epoch
-    for row in history:
-        names |= dict.fromkeys(row)
+    """The facts of a run, such as its status, and its metrics by epoch, as HTML."""
+    names = dict.fromkeys(itertools.chain.from_iterable(history))  # of all rows: a metric may begin in a later epoch
     for counter in COUNTERS:
         names.pop(counter, None)
     line = escape(mask(" · ".join(facts)))
@@ -56,13 +50,9 @@ def comparison(
     curves: Mapping[str, Sequence[Points]],
     differences: Sequence[Sequence[str]],
 ) -> str:
-    """Several runs as HTML.
+    """Several runs as HTML: rows of results and of differing settings, each with a name and the value of each run.
 
-    Args:
-        names: of the runs.
-        results: a row for each metric: its name, and the value of each run.
-        curves: by metric, the points (step, value) of each run.
-        differences: a row for each setting that isn't the same in all runs: its name, and the value of each run.
+    The curves are by metric: the points (step, value) of each run.
     """
     heads = list(map(_head, names, COLORS))  # not more than there are colors
     rows = []
@@ -82,22 +72,13 @@ def _head(name: str, color: str) -> str:
 def _row(name: str, history: Sequence[Mapping[str, float]]) -> list[str]:
     """The row of one metric: its name, its last and its best value, its curve."""
     points = []
-    finite = []
     for row in history:
-        if name not in row:  # an epoch without an evaluation
-            continue
-        value = row[name]
-        points.append((row["epoch"], value))
-        if math.isfinite(value):
-            finite.append(value)
-
-    less = lower_is_better(name)
-    best = ""
-    if less is not None and finite:
-        best_of = min if less else max
-        best = f"{best_of(finite):.4g}"
-    last = points[-1][1]
-    return [escape(mask(name)), f"{last:.4g}", best, _picture([points], ("#2a78d6",), HEIGHT)]
+        if name in row:  # else an epoch without an evaluation
+            points.append((row["epoch"], row[name]))
+    _, values = zip(*points, strict=True)
+    best = best_of_all(name, values)
+    shown_best = "" if best is None else number(best)
+    return [escape(mask(name)), number(values[-1]), shown_best, _picture([points], ("#2a78d6",), HEIGHT)]
 
 
 def _text(cell: str) -> str:

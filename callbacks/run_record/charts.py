@@ -32,17 +32,11 @@ Point = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A curve as it is given.
+    """A curve as it is given."""
 
-    Attributes:
-        name: its name in the legend.
-        kind: its class in the style sheet: `train`, `within`, `held`, or `run0` to `run11` of a comparison.
-        points: (step, value), by step.
-    """
-
-    name: str
-    kind: str
-    points: Sequence[Point]
+    name: str  # its name in the legend
+    kind: str  # its class in the style sheet: `train`, `within`, `held`, or `run0` to `run11` of a comparison
+    points: Sequence[Point]  # (step, value), by step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,29 +78,17 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """A picture of lines over steps.
+    """A picture of lines over steps."""
 
-    Attributes:
-        title: the name of the values.
-        log: whether the scale of the values is logarithmic.
-        last_step: the last step that a line has.
-        keys: the legend.
-        value_ticks: labels of the vertical axis.
-        step_ticks: labels of the horizontal axis.
-        marks: the percentages of dashed lines.
-        curves: the lines, in the order in which they are drawn.
-        data: what the script draws: the lines with more points, and the steps of the dashed lines.
-    """
-
-    title: str
-    log: bool
-    last_step: float
-    keys: list[Key]
-    value_ticks: list[Tick]
-    step_ticks: list[Tick]
-    marks: list[float]
-    curves: list[Curve]
-    data: JsonObject
+    title: str  # the name of the values
+    log: bool  # whether the scale of the values is logarithmic
+    last_step: float  # the last step that a line has
+    keys: list[Key]  # the legend
+    value_ticks: list[Tick]  # labels of the vertical axis
+    step_ticks: list[Tick]  # labels of the horizontal axis
+    marks: list[float]  # the percentages of dashed lines
+    curves: list[Curve]  # the lines, in the order in which they are drawn
+    data: JsonObject  # what the script draws: the lines with more points, and the steps of the dashed lines
     height: int = HEIGHT
     top: int = TOP
     bottom: int = BOTTOM
@@ -154,13 +136,11 @@ class _Axes:
 
 def charts(titles: Mapping[str, Sequence[Line]], marks: Sequence[int] = ()) -> list[Chart]:
     """The charts of a page, by title; see `chart`. The more lines there are, the fewer points each of them has."""
-    count = 0
-    for lines in titles.values():
-        for line in lines:
-            if line.points:  # `chart` leaves out the others
-                count += 1
-    most = min(_ZOOMED, _ON_A_PAGE // (count or 1))
-    dotted = min(_DOTTED, _DOTS_ON_A_PAGE // (count or 1))
+    all_lines = itertools.chain.from_iterable(titles.values())
+    drawn = list(filter(operator.attrgetter("points"), all_lines))  # `chart` leaves out the others
+    count = max(1, len(drawn))
+    most = min(_ZOOMED, _ON_A_PAGE // count)
+    dotted = min(_DOTTED, _DOTS_ON_A_PAGE // count)
     return [chart(title, lines, marks, most, dotted) for title, lines in titles.items()]
 
 
@@ -169,12 +149,8 @@ def chart(
 ) -> Chart:
     """A picture of lines, with a dashed line at each step of `marks`; a value that is not finite is a gap.
 
-    Args:
-        title: the name of the values.
-        lines: the curves; one without points is left out.
-        marks: steps.
-        most: how many points of a line the script has.
-        dotted: how many points a line may have that has a dot at each of them.
+    A line without points is left out. The script has at most `most` points of a line; one of at most `dotted` points
+    has a dot at each.
     """
     detailed = []  # what the script has
     drawn = []  # what the page shows without it

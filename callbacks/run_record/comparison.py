@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ class _Compared:
 
 def html(records: Sequence[Record], live: bool = False) -> str:
     """The page of several runs; a live one asks the server that it comes from for what is new."""
-    names = [record.name for record in records]
+    names = list(map(attrgetter("name"), records))
     return page.rendered(
         "comparison.html",
         live,
@@ -63,10 +64,8 @@ def differences(records: Sequence[Record]) -> list[list[str]]:
 
 def metrics(records: Iterable[Record]) -> list[str]:
     """The metrics that these runs have, each once."""
-    known: dict[str, None] = {}  # a set in the order of the first occurrence
-    for record in records:
-        known |= dict.fromkeys(record.curves)
-    return list(known)
+    names = itertools.chain.from_iterable(map(attrgetter("curves"), records))
+    return list(dict.fromkeys(names))
 
 
 def best_or_last(record: Record, metric: str) -> float | None:
@@ -96,11 +95,8 @@ def _facts(record: Record) -> dict[str, object]:
 
 def _differing(label: str, runs: Sequence[Mapping[str, object]]) -> list[list[str]]:
     """The rows of one group of values, of which `runs` has those of each run."""
-    names: dict[str, None] = {}  # a set in the order of the first occurrence
-    for values in runs:
-        names |= dict.fromkeys(values)
     rows = []
-    for name in names:
+    for name in dict.fromkeys(itertools.chain.from_iterable(runs)):  # each once, in order
         # Compared as they are shown: no row has cells that all look the same.
         cells = [_cell(values, name) for values in runs]
         if len(set(cells)) > 1:
@@ -127,26 +123,21 @@ def _compared(records: Sequence[Record]) -> Iterator[_Compared]:
 
 def _curves(records: Sequence[Record]) -> list[Chart]:
     """A chart for each metric with a line for each run."""
-    titles = {}
+    titles: dict[str, list[Line]] = {}
     for name in _charted(records)[:_CHARTS]:
-        titles[name] = [_line(record, index, name) for index, record in enumerate(records)]
+        titles[name] = []
+        for index, record in enumerate(records):
+            # By its index, not its name: the style sheet has a color for each of run0 to run11.
+            titles[name].append(Line(record.name, f"run{index}", record.curves.get(name, [])))
     return charts(titles)
 
 
 def _charted(records: Sequence[Record]) -> list[str]:
     """The metrics that have a chart; the loss first, and evaluations before training."""
-    names = []
     known = metrics(records)
-    for name in known:
-        # Means within epochs have a chart only where there is none over epochs.
-        if not name.startswith(STEP) or name.removeprefix(STEP) not in known:
-            names.append(name)
+    # Means within epochs have a chart only where there is none over epochs.
+    names = [name for name in known if not name.startswith(STEP) or name.removeprefix(STEP) not in known]
     return sorted(names, key=lambda name: (name.removeprefix("eval_") != "loss", not name.startswith("eval_")))
-
-
-def _line(record: Record, index: int, name: str) -> Line:
-    # By its index, not its name: the style sheet has a color for each of run0 to run11.
-    return Line(record.name, f"run{index}", record.curves.get(name, []))
 
 
 def results(records: Sequence[Record]) -> list[list[str]]:
@@ -156,10 +147,7 @@ def results(records: Sequence[Record]) -> list[list[str]]:
         if name.startswith(STEP):  # means within epochs are no results
             continue
         top = best_of_all(name, [best_or_last(record, name) for record in records])
-        row = [name]
-        for record in records:
-            row.append(_result(record, name, top))
-        rows.append(row)
+        rows.append([name, *(_result(record, name, top) for record in records)])
     return rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 
 from callbacks.types import Json, JsonObject
 
@@ -16,14 +17,10 @@ COUNTERS = ("epoch", "step", "examples")
 
 
 def of_entries(entries: Iterable[tuple[JsonObject, int]], end: int | None = None) -> list[Row]:
-    """The rows that the lines of a journal give, in order.
+    """The rows that the lines of a journal give, in order; of those lines that end within its first `end` bytes.
 
     A `restore` line begins another attempt, which makes later steps again: the rows of those are dropped. The line
     holds the whole history if the lines before it don't give it. A malformed line is passed over.
-
-    Args:
-        entries: the lines, each with the offset of its end; see `journal.read`.
-        end: bytes of the journal that count; None: all.
     """
     rows: dict[float, Row] = {}  # by epoch, in the order in which the epochs ended
     for entry, offset in entries:
@@ -50,8 +47,7 @@ def until(rows: Sequence[Row], step: int) -> list[Row]:
 
 def missing(rows: Sequence[Row], epochs: int) -> int:
     """How many of the first `epochs` epochs have no row."""
-    present = {row["epoch"] for row in rows}
-    return sum(epoch not in present for epoch in range(1, epochs + 1))
+    return len(set(range(1, epochs + 1)).difference(map(itemgetter("epoch"), rows)))
 
 
 def as_numbers(row: Mapping[str, Json]) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -134,13 +135,10 @@ def _append(path: Path, file: IO[bytes], line: bytes) -> None:
 
 
 def artifact(run: Run, path: Path, to: str | None = None, register: str | None = None) -> None:
-    """Notes a complete file or directory that MLflow is to store as an artifact.
+    """Notes a complete file or directory that MLflow is to store as an artifact. The chief alone calls it.
 
-    Args:
-        run: the run, on its chief.
-        path: where it is, within the run directory.
-        to: the directory of the artifact; None: as in the run directory.
-        register: the name under which a model is registered; None: it isn't.
+    Without `to`, the directory of the artifact, it is stored as it lies in the run directory. A model may be registered
+    by a name.
     """
     more = {}
     if to is not None:
@@ -184,30 +182,27 @@ def read_history(path: Path, end: int | None = None) -> list[history.Row]:
 
 
 def read(path: Path, offset: int = 0, events: Sequence[str] = ()) -> Iterator[tuple[JsonObject, int]]:
-    """The complete lines of a journal from byte `offset` on, each with the offset of its end.
+    """The complete lines of a journal from byte `offset` on, of all or these events, each with the offset of its end.
 
     A last line that is incomplete, because it is being written or a kill has torn it, is not read. A line that is no
     JSON object is passed over.
-
-    Args:
-        path: the journal.
-        offset: where to start, in bytes.
-        events: the events whose lines are wanted; empty: all.
     """
     wanted = [f'"event": "{event}"'.encode() for event in events]  # as `_line` writes it
-    if not path.exists():
-        return
+    for line, end in lines(path, offset) if path.exists() else ():
+        if wanted and not any(event in line for event in wanted):  # parsing every line would be slow
+            continue
+        with contextlib.suppress(ValueError, RecursionError):  # no JSON, or nested too deeply
+            entry = json.loads(line)
+            if isinstance(entry, dict):
+                yield entry, end
+
+
+def lines(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
+    """The complete lines of a journal from byte `offset` on, unread, each with the offset of its end."""
     with files.reading(path) as file:
         file.seek(offset)
         for line in files.lines(file):
-            if not line.endswith(b"\n"):
-                return
-            offset += len(line)
-            if wanted and not any(event in line for event in wanted):  # parsing every line would be slow
-                continue
-            try:
-                entry = json.loads(line)
-            except (ValueError, RecursionError):  # no JSON, or nested too deeply
-                continue
-            if isinstance(entry, dict):
-                yield entry, offset
+            # The last one may still be under way, or have been torn by a kill.
+            if line.endswith(b"\n"):
+                offset += len(line)
+                yield line, offset

@@ -46,10 +46,7 @@ class Pairs:
 def rendered(template: str, live: bool = False, **content: object) -> str:
     """A page. All texts are escaped and without secrets; it loads nothing, and works from file://.
 
-    Args:
-        template: its file's name.
-        live: whether it asks the server that it comes from for what is new: see `live.js`.
-        content: what the template shows.
+    A live one asks the server that it comes from for what is new: see `live.js`.
     """
     style = _asset("page.css")
     # `live.js` first: it keeps a copy of the page as the server sent it, before `charts.js` changes what is shown.
@@ -69,13 +66,8 @@ def rendered(template: str, live: bool = False, **content: object) -> str:
     )
 
 
-def write(path: Path, page: str) -> None:
-    """Writes a page."""
-    files.write_text(path, page)
-
-
 def is_page(path: Path) -> bool:
-    """Whether a file is a page that `write` has written."""
+    """Whether a file is such a page."""
     with files.reading(path, shared=True) as file:
         return _MARK.encode() in file.read(1000)
 

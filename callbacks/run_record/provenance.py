@@ -16,6 +16,7 @@ from pathlib import Path
 
 from callbacks import files
 from callbacks.run_record.redaction import HIDDEN, is_secret, mask
+from callbacks.run_record.values import as_dict
 
 FOLDER = "source"
 """The folder of a run directory with the texts."""
@@ -48,10 +49,8 @@ def collect(run_dir: Path, task_file: Path | None) -> dict[str, object]:
         `diff_copy`. Copies are paths in the run directory.
     """
     facts: dict[str, object] = {"command": mask(" ".join(sys.argv)), "host": platform.node()}
-    for name in IMAGES:
-        if image := os.environ.get(name):
-            facts["image"] = mask(image)
-            break
+    if image := next(filter(None, map(os.environ.get, IMAGES)), None):
+        facts["image"] = mask(image)
     if task_file is None:
         return facts
 
@@ -66,12 +65,9 @@ def collect(run_dir: Path, task_file: Path | None) -> dict[str, object]:
 
 
 def text(run_dir: Path, provenance: dict[str, object], what: str) -> str | None:
-    """A text that a run has kept; None if there is none.
+    """A text that a run has kept, `task` or `diff`; None if there is none.
 
-    Args:
-        run_dir: the run directory.
-        provenance: the facts in its `run.json`, which may be damaged or a stranger's.
-        what: `task` or `diff`.
+    The facts are those of its `run.json`, which may be damaged or a stranger's.
     """
     name = provenance.get(f"{what}_copy")
     # A name alone: with a path, a stranger's `run.json` could show any file of this machine.
@@ -79,19 +75,16 @@ def text(run_dir: Path, provenance: dict[str, object], what: str) -> str | None:
         return None
     try:
         return files.read(run_dir / FOLDER / name, _LONGEST).decode(errors="replace")
-    except (OSError, files.FileError):
+    except OSError:
         return None
 
 
 def changes(before: object, now: dict[str, object]) -> list[str]:
     """What code differs in between two attempts, a short text each; what one of them doesn't record is left out.
 
-    Args:
-        before: the facts in the `run.json` of the last attempt, which may be damaged or a stranger's.
-        now: those of this attempt.
+    The facts of the attempt before come from its `run.json`, which may be damaged or a stranger's.
     """
-    if not isinstance(before, dict):
-        return []
+    before = as_dict(before)
     names = {"task_sha256": "the task's file", "lock_sha256": "the lock file", "commit": "commit"}
     compared = {name: label for name, label in names.items() if name in before and name in now}
     if "commit" in compared:  # without changes, there is no hash of them
@@ -107,13 +100,11 @@ def changes(before: object, now: dict[str, object]) -> list[str]:
 
 def changes_of_data(before: object, now: dict[str, dict[str, object]]) -> list[str]:
     """What data differ in between two attempts, a short text for each set that both have; as `changes`."""
-    if not isinstance(before, dict):
-        return []
     texts = []
     for name, about in now.items():
-        was = before.get(name)
+        was = as_dict(as_dict(before).get(name))
         # A stream, whose size isn't known, may be shuffled: its first examples may be others each time.
-        if not isinstance(was, dict) or about["examples"] is None:
+        if not was or about["examples"] is None:
             continue
         if was.get("examples") != about["examples"] or was.get("sha256") != about["sha256"]:
             texts.append(f"{name} data was {_data_text(was)}, now {_data_text(about)}")
@@ -176,7 +167,7 @@ def _kept(run_dir: Path, what: str, suffix: str, content: bytes) -> dict[str, ob
         folder = files.make_directory(run_dir / FOLDER)
         if not files.is_plain(folder / name):  # by its hash: a file that is there has the same text
             files.write_text(folder / name, _masked(content.decode(errors="replace")))
-    except (OSError, files.FileError):
+    except OSError:
         return facts
     return facts | {f"{what}_copy": name}
 

@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
 
 from callbacks import files
@@ -17,7 +18,7 @@ from callbacks.metric_direction import lower_is_better
 from callbacks.run_record import journal
 from callbacks.run_record.redaction import mask, printable, redact
 from callbacks.run_record.story import STEP, Fault, Story
-from callbacks.run_record.values import as_count, as_dict, as_number, as_stamp, as_text, clean, parsed
+from callbacks.run_record.values import as_count, as_counter, as_dict, as_number, as_stamp, as_text, clean, parsed
 from callbacks.types import JsonObject
 
 ABOUT = "run.json"
@@ -30,94 +31,60 @@ _SKIPPED = re.compile(rb'\{"time": [^"{]*"event": "(?:steps_end|call|epoch_start
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in a run directory. Its files are counted and not opened.
+    """A checkpoint in a run directory. Its files are counted and not opened."""
 
-    Attributes:
-        name: of its directory.
-        step: the number of steps made.
-        reason: why it was saved; "" where the journal doesn't say.
-        bytes: the size of its files.
-        time: when it was complete, in seconds since the epoch, UTC.
-    """
-
-    name: str
-    step: int
-    reason: str
-    bytes: int
-    time: float
+    name: str  # of its directory
+    step: int  # the number of steps made
+    reason: str  # why it was saved; "" where the journal doesn't say
+    bytes: int  # the size of its files
+    time: float  # when it was complete, in seconds since the epoch, UTC
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A run as its directory describes it. All texts can be printed: terminal control characters are escaped.
+    """A run as its directory describes it. All texts can be printed: terminal control characters are escaped."""
 
-    Attributes:
-        path: the run directory.
-        name: its name.
-        task: the task's class; "" where it isn't known, as for all texts.
-        target: where the task is: file.py:Class.
-        backend: the name of the backend.
-        replicas: how many there were.
-        workers: on how many processes.
-        status: one of `STATUSES`; `running` only while a process holds the run's lock, else `killed`; or "".
-        reason: why it was stopped; "" if it wasn't.
-        started: seconds since the epoch, UTC; None where it isn't known, as for all numbers that may be None.
-        seconds: how long it ran, all attempts together.
-        lives: its attempts: how often it was started.
-        steps: optimizer steps made.
-        epochs: epochs completed.
-        examples: examples used.
-        total_steps: the step at which it was to end.
-        parameters: the number of the model's parameters.
-        hyperparameters: the task's fields.
-        options: those of `fit`.
-        versions: of Python and packages.
-        machine: what else may change bits.
-        provenance: where the code comes from: see `callbacks.run_record.provenance`.
-        data: of `train` and `eval`: `examples`, how many there are, and `sha256` of the first ones.
-        curves: points (step, value) of each metric, by step. Training has one point for each epoch; the names of points
-            within an epoch begin with `step/`, those of evaluations with `eval_`. Values may be nan or infinite.
-        speed: points (step, examples per second).
-        clock: points (step, seconds of all attempts until then), in the order of time: where an attempt goes on from an
-            earlier step, steps go back.
-        checkpoints: those in the directory, oldest first.
-        split: the chief's seconds by part, of attempts that have recorded it: see `loop.monitor.stopwatch.PARTS`; and
-            `starting`, `compiling`. Without a profile, `training` stands for data, compute, all-reduce and the rest.
-        ranks: of a run that was profiled: the seconds by part of each rank, in its last attempt.
-        verdict: of such a run: what holds it back, in lines.
-        faults: exceptions, kills, resumes, skipped steps, workers that came and went, stalls.
-    """
-
-    path: Path
-    name: str
-    task: str = ""
-    target: str = ""
-    backend: str = ""
-    replicas: int | None = None
-    workers: int | None = None
-    status: str = ""
-    reason: str = ""
+    path: Path  # the run directory
+    name: str  # its name
+    task: str = ""  # the task's class; "" where it isn't known, as for all texts
+    target: str = ""  # where the task is: file.py:Class
+    backend: str = ""  # the name of the backend
+    replicas: int | None = None  # how many there were
+    workers: int | None = None  # on how many processes
+    status: str = ""  # one of `STATUSES`; `running` only while a process holds the run's lock, else `killed`; or ""
+    reason: str = ""  # why it was stopped; "" if it wasn't
+    # Seconds since the epoch, UTC; None where it isn't known, as for all numbers that may be None.
     started: float | None = None
-    seconds: float = 0.0
-    lives: int = 0
-    steps: int = 0
-    epochs: int = 0
-    examples: int = 0
-    total_steps: int | None = None
-    parameters: int | None = None
-    hyperparameters: JsonObject = dataclasses.field(default_factory=dict)
-    options: JsonObject = dataclasses.field(default_factory=dict)
-    versions: JsonObject = dataclasses.field(default_factory=dict)
-    machine: JsonObject = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0  # how long it ran, all attempts together
+    lives: int = 0  # its attempts: how often it was started
+    steps: int = 0  # optimizer steps made
+    epochs: int = 0  # epochs completed
+    examples: int = 0  # examples used
+    total_steps: int | None = None  # the step at which it was to end
+    parameters: int | None = None  # the number of the model's parameters
+    hyperparameters: JsonObject = dataclasses.field(default_factory=dict)  # the task's fields
+    options: JsonObject = dataclasses.field(default_factory=dict)  # those of `fit`
+    versions: JsonObject = dataclasses.field(default_factory=dict)  # of Python and packages
+    machine: JsonObject = dataclasses.field(default_factory=dict)  # what else may change bits
+    # Where the code comes from: see `callbacks.run_record.provenance`.
     provenance: JsonObject = dataclasses.field(default_factory=dict)
+    # Of `train` and `eval`: `examples`, how many there are, and `sha256` of the first ones.
     data: JsonObject = dataclasses.field(default_factory=dict)
+    # Points (step, value) of each metric, by step. Training has one point for each epoch; the names of points within an
+    # epoch begin with `step/`, those of evaluations with `eval_`. Values may be nan or infinite.
     curves: dict[str, list[tuple[int, float]]] = dataclasses.field(default_factory=dict)
-    speed: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    speed: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # points (step, examples per second)
+    # Points (step, seconds of all attempts until then), in the order of time: where an attempt goes on from an earlier
+    # step, steps go back.
     clock: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    checkpoints: list[Checkpoint] = dataclasses.field(default_factory=list)
+    checkpoints: list[Checkpoint] = dataclasses.field(default_factory=list)  # those in the directory, oldest first
+    # The chief's seconds by part, of attempts that have recorded it: see `loop.monitor.stopwatch.PARTS`; and
+    # `starting`, `compiling`. Without a profile, `training` stands for data, compute, all-reduce and the rest.
     split: dict[str, float] = dataclasses.field(default_factory=dict)
+    # Of a run that was profiled: the seconds by part of each rank, in its last attempt.
     ranks: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    verdict: list[str] = dataclasses.field(default_factory=list)
+    verdict: list[str] = dataclasses.field(default_factory=list)  # of such a run: what holds it back, in lines
+    # Exceptions, kills, resumes, skipped steps, workers that came and went, stalls.
     faults: list[Fault] = dataclasses.field(default_factory=list)
 
     def best(self, metric: str) -> tuple[int, float] | None:
@@ -125,15 +92,9 @@ class Record:
         less = lower_is_better(metric)
         if less is None:
             return None
-        sign = 1 if less else -1
-        best = None
-        for step, value in self.curves.get(metric, ()):
-            if not math.isfinite(value):
-                continue
-            # Strictly better: of equal values, the first one counts.
-            if best is None or sign * value < sign * best[1]:
-                best = (step, value)
-        return best
+        finite = filter(lambda point: math.isfinite(point[1]), self.curves.get(metric, ()))
+        best_of = min if less else max  # of equal values, both take the first one
+        return best_of(finite, key=itemgetter(1), default=None)
 
     def last(self, metric: str) -> float | None:
         """The last value of a metric, whatever it is."""
@@ -143,10 +104,8 @@ class Record:
     @property
     def metric(self) -> str:
         """The metric by which runs are compared by default: the loss, of the evaluation if there is one."""
-        for name in ("eval_loss", "loss", STEP + "loss", *self.curves):
-            if name in self.curves:
-                return name
-        return ""
+        names = ("eval_loss", "loss", STEP + "loss", *self.curves)
+        return next(filter(self.curves.__contains__, names), "")
 
 
 def is_run(path: Path) -> bool:
@@ -163,9 +122,7 @@ def under_way(path: Path) -> bool:
     try:
         # Shared: commands that look at the same moment must not take each other for the run.
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks: its owner has left the file, or not yet removed it
+    except OSError:  # it is held; or a file system without locks: its owner has left the file, or not yet removed it
         return True
     finally:
         os.close(file)  # which gives up this look's own lock, too
@@ -175,9 +132,8 @@ def under_way(path: Path) -> bool:
 def read(path: Path, whole: bool = True) -> Record:
     """What a run directory says about its run. Nothing in it is an error: what can't be read is left out.
 
-    Args:
-        path: the run directory.
-        whole: False leaves out what is slow to read: points within epochs but the last, checkpoints, split, stalls.
+    Where the whole isn't wanted, what is slow to read is left out, too: points within epochs but the last, checkpoints,
+    split, stalls.
     """
     return Reader(path, whole).read()
 
@@ -215,9 +171,9 @@ class Reader:
             seconds=story.timeline.seconds,
             lives=story.timeline.attempts,
             # Either may be behind: `run.json` while the run trains, the journal where the run has none.
-            steps=max(story.step, as_count(progress.get("step")) or 0),
-            epochs=max(story.epoch, as_count(progress.get("epoch")) or 0),
-            examples=max(story.examples, as_count(progress.get("examples")) or 0),
+            steps=max(story.step, as_counter(progress.get("step"))),
+            epochs=max(story.epoch, as_counter(progress.get("epoch"))),
+            examples=max(story.examples, as_counter(progress.get("examples"))),
             total_steps=story.total_steps,
             parameters=as_count(about.get("parameters")),
             hyperparameters=as_dict(about.get("hyperparameters")),
@@ -291,16 +247,8 @@ def read_about(path: Path) -> JsonObject:
 
 def _lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, int]]:
     """The complete lines of a file from byte `offset` on, each with the offset of its end."""
-    try:
-        with files.reading(path) as file:
-            file.seek(offset)
-            for line in files.lines(file):
-                # A line without an end is still being written, or was torn by a kill.
-                if line.endswith(b"\n"):
-                    offset += len(line)
-                    yield line, offset
-    except OSError:
-        return
+    with contextlib.suppress(OSError):
+        yield from journal.lines(path, offset)
 
 
 def _checkpoints(directory: Path, saved: Mapping[str, tuple[str, float]]) -> Iterator[Checkpoint]:

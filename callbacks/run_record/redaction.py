@@ -238,7 +238,7 @@ def _compiled(secrets: frozenset[str]) -> re.Pattern[str] | None:
     for form in sorted(forms, key=len, reverse=True):  # the longest first: a part of it must not match before it
         pattern = re.escape(form)
         # A number is hidden as a whole number only, not as the digits of another one.
-        patterns.append(rf"(?<![\w.]){pattern}(?![\w.])" if _is_number(form) else pattern)
+        patterns.append(rf"(?<![\w.]){pattern}(?![\w.])" if reads_as_number(form) else pattern)
     return re.compile("|".join(patterns))
 
 
@@ -246,10 +246,11 @@ def _is_hidden_anywhere(secret: str) -> bool:
     """Whether a known secret is long and rare enough to be hidden wherever it stands."""
     if len(secret) < LEAST or secret.lower() in _COMMON or not secret.strip():
         return False
-    return not _is_number(secret) or len(secret) >= LEAST_DIGITS
+    return not reads_as_number(secret) or len(secret) >= LEAST_DIGITS
 
 
-def _is_number(text: str) -> bool:
+def reads_as_number(text: str) -> bool:
+    """Whether a text is that of a number."""
     try:
         float(text)
     except ValueError:
@@ -272,9 +273,9 @@ def _forms(secret: str) -> set[str]:
     return set(filter(None, forms))
 
 
-def redact(value: Json, name: str = "") -> Json:
+def redact(value: Json) -> Json:
     """`value` without its secrets. Dicts and lists are walked through; other values are returned as they are."""
-    return _redacted(value, name, _pattern())
+    return _redacted(value, "", _pattern())
 
 
 def _redacted(value: Json, name: str, known: re.Pattern[str] | None) -> Json:

@@ -47,7 +47,7 @@ class Report(Callback):
             status = status if written == "running" else written or status
             # The lock is still held, so `record` takes the run for a running one.
             ended = dataclasses.replace(record.read(run.directory), status=status)
-            page.write(run.directory / NAME, html(ended))
+            files.write_text(run.directory / NAME, html(ended))
         except files.MovedError:  # the run itself has reported that its directory is gone
             return
         except Exception as error:  # a report that can't be made must not fail the run
@@ -56,14 +56,15 @@ class Report(Callback):
 
 def html(of: Record, live: bool = False) -> str:
     """The page of a run; a live one asks the server that it comes from for what is new."""
+    status = of.status or "unknown"
     return page.rendered(
         "report.html",
         live,
         title=f"{of.task or 'Run'} · {of.name}",
         now=time.time(),
         run=of,
-        status=of.status or "unknown",
-        status_text=shown_status(of.status or "unknown"),
+        status=status,
+        status_text=shown_status(status),
         facts=" · ".join(filter(None, _facts(of))),
         reason=f" ({mask(of.reason)})" if of.reason else "",
         trouble=mask(of.faults[-1].text) if of.status == "failed" and of.faults else None,
@@ -113,19 +114,12 @@ class _Bar:
 
 @dataclasses.dataclass(frozen=True)
 class _Times:
-    """The section about the time.
+    """The section about the time."""
 
-    Attributes:
-        parts: the parts that took any time.
-        bars: of the chief, and of each rank of a profiled run.
-        verdict: what holds a profiled run back, in lines.
-        can_be_split: whether a profile would show more parts.
-    """
-
-    parts: list[str]
-    bars: list[_Bar]
-    verdict: list[str]
-    can_be_split: bool
+    parts: list[str]  # the parts that took any time
+    bars: list[_Bar]  # of the chief, and of each rank of a profiled run
+    verdict: list[str]  # what holds a profiled run back, in lines
+    can_be_split: bool  # whether a profile would show more parts
 
 
 def _facts(of: Record) -> Iterator[str]:
@@ -133,7 +127,7 @@ def _facts(of: Record) -> Iterator[str]:
     yield of.backend
     if of.replicas:
         workers = f" on {of.workers} workers" if (of.workers or 1) > 1 else ""
-        yield f"{of.replicas} replica{'s' * (of.replicas != 1)}{workers}"
+        yield f"{plural(of.replicas, 'replica')}{workers}"
     if batch := of.options.get("batch_size"):
         yield f"global batch {batch}"
     if of.parameters is not None:
@@ -230,10 +224,7 @@ def _speeds(of: Record) -> list[Chart]:
         "examples per second, while training": Line("mean since its process began", "train", of.speed),
         "steps per second, by the clock": Line("evaluation and all else included", "train", list(pace(of.clock))),
     }
-    titles = {}
-    for title, line in lines.items():
-        if len(line.points) > 1:
-            titles[title] = [line]
+    titles = {title: [line] for title, line in lines.items() if len(line.points) > 1}
     return charts(titles, _marks(of))
 
 
@@ -247,15 +238,11 @@ def _times(of: Record) -> _Times:
         if 0 < sum(seconds.values()) < math.inf:  # the journal may hold any number
             bars.append(_bar(title, seconds))
 
-    used: set[str] = set()
-    for seconds in (of.split, *of.ranks):
-        for part, duration in seconds.items():
-            if duration > 0:
-                used.add(part)
+    times = (of.split, *of.ranks)
     # The lines before the last two are a table of the times, which the bars show.
     has_verdict = len(of.verdict) > 2
     return _Times(
-        parts=[part for part in _PARTS if part in used],  # in the order of the bars
+        parts=[part for part in _PARTS if any(seconds.get(part, 0.0) > 0 for seconds in times)],
         bars=bars,
         verdict=list(map(mask, of.verdict[-2:])) if has_verdict else [],
         can_be_split="training" in of.split and not of.ranks,
@@ -273,11 +260,10 @@ def _bar(title: str, seconds: Mapping[str, float]) -> _Bar:
             label = f"{part_name(name)}: {lasting(seconds[name])}, {share:.0f}%"
             parts.append(_Part(name, at, share, label))
             at += share
-    shares = []
-    for part in sorted(parts, key=lambda part: -part.share):
-        if part.share >= 0.5:  # less would read 0%
-            shares.append(f"{part_name(part.kind)} {part.share:.0f}%")
-    return _Bar(title, total, parts, " · ".join(shares))
+    # Less than half a percent would read 0%.
+    shown = filter(lambda part: part.share >= 0.5, sorted(parts, key=lambda part: -part.share))
+    shares = " · ".join(f"{part_name(part.kind)} {part.share:.0f}%" for part in shown)
+    return _Bar(title, total, parts, shares)
 
 
 def _fault_rows(of: Record) -> list[tuple[str, ...]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from callbacks.error_text import recorded
 from callbacks.run_record.redaction import mask, printable
-from callbacks.run_record.values import as_count, as_dict, as_number, as_seconds, as_text, parsed
+from callbacks.run_record.values import as_count, as_counter, as_dict, as_list, as_number, as_seconds, as_text, parsed
 from callbacks.types import Json, JsonObject
 
 SPEED = "examples_per_second"
@@ -71,15 +71,10 @@ class Timeline:
 
 @dataclasses.dataclass
 class Curves:
-    """The measured values of a run, by step.
+    """The measured values of a run, by step."""
 
-    Attributes:
-        metrics: the values of each metric.
-        speed: examples per second.
-    """
-
-    metrics: dict[str, dict[int, float]] = dataclasses.field(default_factory=dict)
-    speed: dict[int, float] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, dict[int, float]] = dataclasses.field(default_factory=dict)  # the values of each metric
+    speed: dict[int, float] = dataclasses.field(default_factory=dict)  # examples per second
 
     def add(self, event: str, step: int, values: Mapping[str, Json]) -> None:
         """Takes in the metrics of a line."""
@@ -100,20 +95,14 @@ class Curves:
 
 @dataclasses.dataclass
 class TimeSplit:
-    """Where the time of a run went.
+    """Where the time of a run went."""
 
-    Attributes:
-        seconds: the chief's seconds by part, of all attempts.
-        ranks: the seconds by part of each rank, in the last attempt that was profiled.
-        verdict: what holds such a run back, in lines.
-        has_calls: whether the current attempt records where the time of each call went.
-        starting: how long the current attempt took until it began to train, if that isn't counted in `seconds` yet.
-    """
-
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # the chief's seconds by part, of all attempts
+    # The seconds by part of each rank, in the last attempt that was profiled.
     ranks: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    verdict: list[str] = dataclasses.field(default_factory=list)
-    has_calls: bool = False
+    verdict: list[str] = dataclasses.field(default_factory=list)  # what holds such a run back, in lines
+    has_calls: bool = False  # whether the current attempt records where the time of each call went
+    # How long the current attempt took until it began to train, if that isn't counted in `seconds` yet.
     starting: float = 0.0
 
     def begin_attempt(self) -> None:
@@ -223,10 +212,10 @@ class Story:
         self.pass_time(time)
         self.timeline.begin_with(time)
         if entry.get("beside"):  # of an earlier step: another process has evaluated a checkpoint
-            self.curves.add(event, as_count(entry.get("step")) or 0, as_dict(entry.get("metrics")))
+            self.curves.add(event, as_counter(entry.get("step")), as_dict(entry.get("metrics")))
             return
-        self.epoch = as_count(entry.get("epoch")) or 0
-        self.step = as_count(entry.get("step")) or 0
+        self.epoch = as_counter(entry.get("epoch"))
+        self.step = as_counter(entry.get("step"))
         if event in ("steps_end", "eval_end", "epoch_end"):
             self._measured(event, entry)
         if event in _READERS:
@@ -272,12 +261,8 @@ class Story:
         self.split.add(as_dict(entry.get("seconds")))
 
     def _summary(self, entry: JsonObject) -> None:
-        ranks = entry.get("seconds")
-        self.split.ranks = []
-        for seconds in ranks if isinstance(ranks, list) else ():
-            self.split.ranks.append(as_seconds(as_dict(seconds)))
-        lines = entry.get("text")
-        self.split.verdict = list(map(as_text, lines)) if isinstance(lines, list) else []
+        self.split.ranks = [as_seconds(as_dict(seconds)) for seconds in as_list(entry.get("seconds"))]
+        self.split.verdict = list(map(as_text, as_list(entry.get("text"))))
 
     def _checkpoint(self, entry: JsonObject) -> None:
         self.saved[as_text(entry.get("checkpoint"))] = (as_text(entry.get("reason")), self.timeline.now)

@@ -49,6 +49,11 @@ def as_dict(value: object) -> JsonObject:
     return value if isinstance(value, dict) else {}
 
 
+def as_list(value: object) -> list[Json]:
+    """The value, if it is a list; else an empty one."""
+    return value if isinstance(value, list) else []
+
+
 def as_text(value: object) -> str:
     """The value as a text; "" for None."""
     if isinstance(value, str):
@@ -74,6 +79,11 @@ def as_count(value: object) -> int | None:
     """A whole number that is not negative; else None."""
     number = as_number(value)
     return int(number) if number is not None and 0 <= number < _LARGEST else None
+
+
+def as_counter(value: object) -> int:
+    """The same, and 0 for anything else."""
+    return as_count(value) or 0
 
 
 def as_seconds(parts: Mapping[str, Json]) -> dict[str, float]:

@@ -12,13 +12,14 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from callbacks.files import read_json
 from callbacks.throughput_probe import ThroughputProbe
+from callbacks.types import JsonObject
 from loop.commands import command_line, terminal, trial
-from loop.errors import TrainingError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,21 +35,13 @@ _ALWAYS = ["--track=off", "--keep=last", "--eval-every=never", f"--steps={trial.
 
 @dataclasses.dataclass
 class Contender:
-    """A way to train the task.
+    """A way to train the task."""
 
-    Attributes:
-        name: `OURS`, `BY_HAND` or `KERAS`.
-        steps: in one call; None: tfloop chooses.
-        speeds: examples per second, of each round.
-        problem: why it can't be measured, or "".
-        left_out: the task's own options that it goes without, or "".
-    """
-
-    name: str
-    steps: int | None = None
-    speeds: list[float] = dataclasses.field(default_factory=list)
-    problem: str = ""
-    left_out: str = ""
+    name: str  # `OURS`, `BY_HAND` or `KERAS`
+    steps: int | None = None  # in one call; None: tfloop chooses
+    speeds: list[float] = dataclasses.field(default_factory=list)  # examples per second, of each round
+    problem: str = ""  # why it can't be measured, or ""
+    left_out: str = ""  # the task's own options that it goes without, or ""
 
     def __str__(self) -> str:
         if self.steps is None:
@@ -63,24 +56,17 @@ class Contender:
 
 @dataclasses.dataclass
 class Report:
-    """What was measured.
+    """What was measured."""
 
-    Attributes:
-        target: of the task.
-        batch_size: the global batch.
-        rounds: how often.
-        contenders: tfloop first.
-    """
-
-    target: str
-    batch_size: int
-    rounds: int
-    contenders: list[Contender]
+    target: str  # of the task
+    batch_size: int  # the global batch
+    rounds: int  # how often
+    contenders: list[Contender]  # tfloop first
 
     def best(self, name: str) -> Contender | None:
         """The fastest way of a contender; None: it was not measured."""
-        ways = [contender for contender in self.contenders if contender.name == name and contender.speeds]
-        return max(ways, key=lambda contender: contender.speed, default=None)
+        ways = filter(lambda contender: contender.name == name and contender.speeds, self.contenders)
+        return max(ways, key=attrgetter("speed"), default=None)
 
 
 def bench(
@@ -91,15 +77,9 @@ def bench(
     rounds: int,
     progress: Callable[[str], None],
 ) -> Report:
-    """Measures all contenders, in turns.
+    """Measures all contenders in turns: each so many rounds, for so many seconds after a warm-up of half that time.
 
-    Args:
-        target: of the task.
-        assignments: texts `name=value`, as after `--set`.
-        batch_size: the global batch; None: the task's own.
-        seconds: how long each measures, after a warm-up of half that time.
-        rounds: how often each measures.
-        progress: is called with what is being measured.
+    Without a batch size, it is the task's own. `progress` is called with what is being measured.
 
     Raises:
         UsageError: the task can't be trained at all.
@@ -108,7 +88,9 @@ def bench(
     contenders = [Contender(OURS)]
     for name in (BY_HAND, KERAS):
         contenders += [Contender(name, 1), Contender(name, IN_ONE_CALL)]
-    size = batch_size  # if it isn't given, tfloop is asked, which is measured before the others
+    asked: JsonObject = {
+        "target": target, "assignments": list(assignments), "batch_size": batch_size, "seconds": seconds,
+    }  # fmt: skip
     for number in range(rounds):
         for contender in contenders:
             if contender.problem:  # it would fail again
@@ -116,52 +98,30 @@ def bench(
             progress(f"{contender}, round {number + 1}")
             with tempfile.TemporaryDirectory(prefix="tfloop-bench-", ignore_cleanup_errors=True) as directory:
                 if contender.name == OURS:
-                    size = _measure_ours(contender, target, assignments, batch_size, seconds, Path(directory))
+                    # The others, which are measured later, have the batch size that this one has found.
+                    asked["batch_size"] = _measure_ours(contender, asked, Path(directory))
                 else:
-                    _measure_other(contender, target, assignments, size, seconds, Path(directory))
-    assert size is not None
-    return Report(target, size, rounds, contenders)
+                    _measure_other(contender, asked, Path(directory))
+    return Report(target, asked["batch_size"], rounds, contenders)
 
 
-def _measure_ours(
-    contender: Contender,
-    target: str,
-    assignments: Sequence[str],
-    batch_size: int | None,
-    seconds: float,
-    directory: Path,
-) -> int:
+def _measure_ours(contender: Contender, asked: JsonObject, directory: Path) -> int:
     """Measures tfloop; returns the batch size."""
-    probe = command_line.callback_option(ThroughputProbe, seconds)
+    probe = command_line.callback_option(ThroughputProbe, asked["seconds"])
     # On one device, as the contenders.
-    given = command_line.arguments({"batch_size": batch_size, "backend": "single"}, assignments, ())
-    code = trial.run([target, *given, *_ALWAYS, probe, f"--run-dir={directory / 'run'}"], directory)
+    given = command_line.arguments({"batch_size": asked["batch_size"], "backend": "single"}, asked["assignments"])
+    code = trial.run([asked["target"], *given, *_ALWAYS, probe, f"--run-dir={directory / 'run'}"], directory)
     speed = read_json(directory / "run" / "trial-0.json").get("examples_per_second")
     if code or not speed:
-        raise (UsageError if code == 2 else TrainingError)(trial.problem(code, directory))
+        raise trial.failure(code, trial.problem(code, directory))
     contender.speeds.append(speed)
     return int(read_json(directory / "run" / "run.json")["options"]["batch_size"])
 
 
-def _measure_other(
-    contender: Contender,
-    target: str,
-    assignments: Sequence[str],
-    batch_size: int | None,
-    seconds: float,
-    directory: Path,
-) -> None:
+def _measure_other(contender: Contender, asked: JsonObject, directory: Path) -> None:
     """Measures another contender. What can't be measured has its reason noted."""
-    asked = {
-        "target": target,
-        "assignments": list(assignments),
-        "batch_size": batch_size,
-        "contender": contender.name,
-        "steps": contender.steps,
-        "seconds": seconds,
-        "out": str(directory / "out.json"),
-    }
-    code = trial.run_module(_MODULE, [json.dumps(asked)], directory)
+    way = {"contender": contender.name, "steps": contender.steps, "out": str(directory / "out.json")}
+    code = trial.run_module(_MODULE, [json.dumps(asked | way)], directory)
     found = read_json(directory / "out.json")
     # Its own reason, if it had time to write one; else what the process has said.
     contender.problem = found.get("problem", "")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from callbacks.files import write_text
+from callbacks.types import JsonObject
 from loop.errors import UsageError
 from loop.launch import stderr
 
@@ -46,15 +47,12 @@ def main() -> None:
     write_text(Path(asked["out"]), json.dumps(found))
 
 
-def _speed(task: TrainTask, asked: dict[str, object]) -> float:
+def _speed(task: TrainTask, asked: JsonObject) -> float:
     """Examples per second, after a warm-up of half the time in which they are counted."""
-    batch_size, steps, seconds = asked["batch_size"], asked["steps"], asked["seconds"]
-    assert isinstance(batch_size, int)
-    assert isinstance(steps, int)
-    assert isinstance(seconds, float)
+    seconds = asked["seconds"]
     make = _by_hand if asked["contender"] == "by hand" else _keras  # see `bench.BY_HAND`
     _check(task)
-    train = make(task, batch_size, steps)
+    train = make(task, asked["batch_size"], asked["steps"])
     train()  # which compiles
     warm_at = time.monotonic() + seconds / 2
     while time.monotonic() < warm_at:
@@ -71,15 +69,15 @@ def _check(task: TrainTask) -> None:
     from loop.options import DEFAULTS, with_defaults
     from loop.task import TrainTask
 
-    if type(task).train_step is not TrainTask.train_step:
-        raise _NotComparableError("the task has a train_step of its own, which only tfloop calls")
-    if task.build_metrics():
-        raise _NotComparableError("the task has metrics with a state, which a plain loop would have to keep")
-    if task.phases():
-        raise _NotComparableError("the task has several phases")
     precision = with_defaults(task, {})["precision"]
-    if precision != DEFAULTS["precision"]:
-        raise _NotComparableError(f"the task trains in {precision} by itself, and a plain loop would in float32")
+    problems = {
+        "has a train_step of its own, which only tfloop calls": type(task).train_step is not TrainTask.train_step,
+        "has metrics with a state, which a plain loop would have to keep": task.build_metrics(),
+        "has several phases": task.phases(),
+        f"trains in {precision} by itself, and a plain loop would in float32": precision != DEFAULTS["precision"],
+    }
+    for problem in filter(problems.get, problems):
+        raise _NotComparableError(f"the task {problem}")
 
 
 def _left_out(task: TrainTask) -> str:

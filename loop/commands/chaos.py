@@ -38,60 +38,40 @@ _FEW = 5  # of the problems of one kind, so many are listed
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How runs are killed.
+    """How runs are killed."""
 
-    Attributes:
-        kills: how many kills, over as many runs as they take.
-        seed: of the moments of the kills.
-        checkpoint_every: how often to save, as typed; None: about ten times in the run.
-        store: the URL of a folder in object storage for the runs with kills; None: they are on this disk. They are
-            removed from it when nothing is wrong.
-        migrate: whether a run goes on on another machine after each kill, with nothing but its URL: on two workers, on
-            three of another backend, and at last on one. The machines are directories. Without `store`, the runs are in
-            a directory that all machines share.
-    """
-
-    kills: int
-    seed: int = 0
-    checkpoint_every: str | None = None
+    kills: int  # how many kills, over as many runs as they take
+    seed: int = 0  # of the moments of the kills
+    checkpoint_every: str | None = None  # how often to save, as typed; None: about ten times in the run
+    # The URL of a folder in object storage for the runs with kills; None: they are on this disk. They are removed from
+    # it when nothing is wrong.
     store: str | None = None
+    # Whether a run goes on on another machine after each kill, with nothing but its URL: on two workers, on three of
+    # another backend, and at last on one. The machines are directories. Without `store`, the runs are in a directory
+    # that all machines share.
     migrate: bool = False
 
 
 @dataclasses.dataclass
 class Report:
-    """What `chaos` found.
+    """What `chaos` found."""
 
-    Attributes:
-        target: the task.
-        backend: its name.
-        replicas: how many.
-        steps: that were made.
-        kills: by where they hit, which is where they were found to have hit.
-        attempts: processes, or jobs, that were started for the runs with kills.
-        runs: that came to their end in spite of kills.
-        same_weights: whether all of them ended with the weights of the undisturbed one: to the bit, or to rounding if
-            they have moved.
-        distance: how far their weights are from those of the undisturbed one, at most; see `ROUNDING`.
-        machines: of a run that moves: the backend and the workers of each, in turn.
-        same_examples: whether all of them used the same examples in the same order, each once in an epoch.
-        problems: what went wrong, first things first.
-        seconds: how long it took.
-    """
-
-    target: str
-    backend: str
-    replicas: int
-    steps: int
+    target: str  # the task
+    backend: str  # its name
+    replicas: int  # how many
+    steps: int  # that were made
+    # By where they hit, which is where they were found to have hit.
     kills: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    attempts: int = 0
-    runs: int = 0
+    attempts: int = 0  # processes, or jobs, that were started for the runs with kills
+    runs: int = 0  # that came to their end in spite of kills
+    # Whether all of them ended with the weights of the undisturbed one: to the bit, or to rounding if they have moved.
     same_weights: bool = True
-    distance: float = 0.0
+    distance: float = 0.0  # how far their weights are from those of the undisturbed one, at most; see `ROUNDING`
+    # Of a run that moves: the backend and the workers of each, in turn.
     machines: list[str] = dataclasses.field(default_factory=list)
-    same_examples: bool = True
-    problems: list[str] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0
+    same_examples: bool = True  # whether all of them used the same examples in the same order, each once in an epoch
+    problems: list[str] = dataclasses.field(default_factory=list)  # what went wrong, first things first
+    seconds: float = 0.0  # how long it took
 
     @property
     def exact(self) -> bool:
@@ -104,12 +84,8 @@ def chaos(
 ) -> Report:
     """Trains once undisturbed, then with kills until there were enough of them, and compares the results.
 
-    Args:
-        arguments: the arguments of `tfloop train`: the target and options, without the run directory and how often to
-            save.
-        plan: how the runs are killed.
-        directory: an empty directory for all runs.
-        progress: is called with a text that says what is being done.
+    The arguments are those of `tfloop train`, without the run directory and how often to save. All runs are in the
+    directory, which is empty. `progress` is called with a text that says what is being done.
 
     Raises:
         UsageError: the task can't be trained at all; or there is no /proc here.
@@ -256,7 +232,8 @@ def _compare(report: Report, run: Run, reference: Reference) -> None:
     """Notes in the report how a run has come out, compared with the undisturbed one."""
     expected = reference.result["weights_sha256"]
     weights = run.result()["weights_sha256"]
-    distance = 0.0 if weights == expected else _distance(reference.variables, _variables(run))
+    distances = map(_distance, reference.variables, _variables(run))
+    distance = 0.0 if weights == expected else max(distances, default=0.0)
     report.distance = max(report.distance, distance)
     # Only a run that has moved may differ, and by rounding alone.
     is_rounding = bool(report.machines) and distance <= ROUNDING
@@ -273,14 +250,10 @@ def _compare(report: Report, run: Run, reference: Reference) -> None:
         report.problems += [f"run {report.runs}: {text}" for text in others]
 
 
-def _distance(expected: Sequence[np.ndarray], found: Sequence[np.ndarray]) -> float:
+def _distance(one: np.ndarray, other: np.ndarray) -> float:
     """The largest difference of two variables, relative to the largest number of the first one, or to 1."""
-    largest = 0.0
-    for one, other in zip(expected, found, strict=True):
-        scale = max(1.0, float(np.abs(one).max(initial=0.0)))
-        apart = float(np.abs(one.astype("float64") - other.astype("float64")).max(initial=0.0))
-        largest = max(largest, apart / scale)
-    return largest
+    scale = float(np.abs(one).max(initial=1.0))
+    return float(np.abs(one.astype("float64") - other.astype("float64")).max(initial=0.0)) / scale
 
 
 def _few(texts: Iterator[str]) -> list[str]:

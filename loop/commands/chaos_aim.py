@@ -16,21 +16,13 @@ from loop.commands.killed_run import STARTING, TRAINING, WRITING, Attempt
 
 
 class Reference(NamedTuple):
-    """The undisturbed run.
+    """The undisturbed run."""
 
-    Attributes:
-        result: the result that it printed.
-        variables: those of its last checkpoint, in order.
-        examples: the examples that it used, by epoch.
-        starting: the seconds until its first step.
-        trained: how much it trained; see `Attempt.trained`.
-    """
-
-    result: JsonObject
-    variables: list[np.ndarray]
-    examples: dict[int, list[Example]]
-    starting: float
-    trained: int
+    result: JsonObject  # the result that it printed
+    variables: list[np.ndarray]  # those of its last checkpoint, in order
+    examples: dict[int, list[Example]]  # the examples that it used, by epoch
+    starting: float  # the seconds until its first step
+    trained: int  # how much it trained; see `Attempt.trained`
 
 
 class Aim:

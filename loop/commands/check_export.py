@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import json
 import sys
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def onnx_outputs(model: str, inputs: dict[str, np.ndarray]) -> dict[str, np.ndar
 
     # On the CPU, where the expected outputs were computed.
     session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
-    names = [output.name for output in session.get_outputs()]
+    names = list(map(attrgetter("name"), session.get_outputs()))
     return dict(zip(names, session.run(names, inputs), strict=True))
 
 
@@ -55,7 +56,7 @@ def tensorflow_outputs(model: str, inputs: dict[str, np.ndarray], about: dict[st
     """The outputs of a SavedModel or a Keras file, by name."""
     import tensorflow as tf
 
-    from loop.commands.export import texts_as_bytes
+    from loop.commands.export import as_arrays
     from loop.run.serving import plain_outputs
 
     tensors = {name: tf.constant(value) for name, value in inputs.items()}
@@ -71,8 +72,7 @@ def tensorflow_outputs(model: str, inputs: dict[str, np.ndarray], about: dict[st
         loaded = importlib.import_module(f"{about['family']}.models").load_model(model)
         args, kwargs = filled(about["call"], tensors)
         outputs = plain_outputs(loaded(*args, **kwargs))
-    outputs = outputs if isinstance(outputs, dict) else {"output_0": outputs}
-    return {name: texts_as_bytes(value.numpy()) for name, value in outputs.items()}
+    return as_arrays(outputs)
 
 
 def filled(call: Any, inputs: dict[str, Any]) -> Any:
@@ -91,5 +91,5 @@ if __name__ == "__main__":
         main(*sys.argv[1:])
     except Exception as error:
         # In one line: `export` shows the last one of stderr.
-        first_line = (str(error).strip().splitlines() or [""])[0]
+        first_line = str(error).strip().partition("\n")[0]
         sys.exit(f"{type(error).__name__}: {first_line[:300]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import itertools
@@ -11,16 +12,17 @@ import reprlib
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from callbacks import Callback, EvaluateBeside, Schedule
-from callbacks.files import FileError, MovedError
+from callbacks.files import FileError, MovedError, hidden_name, replacing
 from callbacks.nearest import nearest
 from callbacks.run_record.redaction import tell
 from loop.errors import BAD_INPUT, FAILED, TrainingError, UsageError
 from loop.launch import explain
+from loop.launch.backend_choice import MOST_WORKERS
 from loop.launch.environment import JOB
 
 _OF_PARSER = {
@@ -71,15 +73,21 @@ def eval_every(text: str | None) -> int | str | dict[str, int | str | None] | No
 
 def schedule(text: str | None) -> int | str:
     """What was typed as `--checkpoint-every`; UsageError if it is no schedule."""
-    every = number_or_word(text)
-    if every is None:  # not typed
+    if text is None or text == "auto":
         return "auto"
+    every = number_or_word(text)
+    assert every is not None
     try:
-        if every != "auto":
-            Schedule(every)
+        Schedule(every)
     except ValueError as error:
         raise UsageError(f"--checkpoint-every {text}: {error}") from None
     return every
+
+
+def check_threads(threads: int | None) -> None:
+    """Refuses what was typed as `--threads`, if it is no number of threads."""
+    if threads is not None and not 1 <= threads <= MOST_WORKERS:
+        raise UsageError(f"--threads {threads}: give a whole number >= 1, at most {MOST_WORKERS}")
 
 
 def evaluates_beside(device: str | None, eval_every: str | None) -> list[Callback]:
@@ -113,15 +121,21 @@ def arguments(typed: Mapping[str, object], assignments: Sequence[str], files: Se
     return words
 
 
+@contextlib.contextmanager
+def written_out(path: Path) -> Iterator[IO[bytes]]:
+    """Yields the file that `--out` names, which is written whole or not at all; an error names the option."""
+    try:
+        with replacing(path, aside=hidden_name(path)) as file:
+            yield file
+    except OSError as error:
+        raise UsageError(f"--out {path}: {error.strerror}") from None
+
+
 def callback_option(kind: type[Callback], argument: object = None) -> str:
     """The hidden option by which a command that starts `train` adds a callback of its own.
 
-    The @ tells it from what a user types. A callback with the attribute `alone` goes without checkpoints, progress and
-    MLflow beside it.
-
-    Args:
-        kind: the callback's class.
-        argument: what it is made with, which it must also take as a text; None: nothing.
+    The @ tells it from what a user types. The class must take its argument, if there is one, as a text. A callback with
+    the attribute `alone` goes without checkpoints, progress and MLflow beside it.
     """
     value = "" if argument is None else f"={argument}"
     return f"--callback=@{kind.__module__}:{kind.__qualname__}{value}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 
 from callbacks.run_record import cell, comparison
@@ -33,7 +34,7 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it."""
-        names = [record.name for record in self._records]
+        names = list(map(attrgetter("name"), self._records))
         curves = {}
         for metric, *_ in self.results:  # a run that lacks the metric has an empty curve
             curves[metric] = [record.curves.get(metric, []) for record in self._records]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import reprlib
 import tomllib
 import typing
@@ -15,6 +14,7 @@ from typing import NamedTuple
 from callbacks.nearest import near_file, nearest
 from callbacks.run_record import redaction
 from loop.errors import UsageError
+from loop.target.fields import typed as typed_field
 
 MOST_BYTES = 1 << 20
 """The greatest size of a file of options."""
@@ -23,24 +23,16 @@ EXCLUSIVE = (("epochs", "steps"), ("clip-norm", "clip-value"))
 
 
 class Option(NamedTuple):
-    """An option of a command line.
+    """An option of a command line."""
 
-    Attributes:
-        kind: bool, int, float or str; of an option that may be repeated, `list[str]`.
-        off: of a bool: what is typed for False; "": nothing.
-    """
-
-    kind: type
-    off: str = ""
+    kind: type  # bool, int, float or str; of an option that may be repeated, `list[str]`
+    off: str = ""  # of a bool: what is typed for False; "": nothing
 
 
 def arguments(paths: Sequence[Path], options: Mapping[str, Option], typed: Collection[str]) -> list[str]:
     """The arguments of a command line that say what files say; a later file wins over an earlier one.
 
-    Args:
-        paths: the files.
-        options: by their long names, without dashes: `batch-size`.
-        typed: the names of those that are typed, and win over all files.
+    The options are by their long names, without dashes: `batch-size`. Those that are typed win over all files.
 
     Raises:
         UsageError: a file can't be read, or says something that can't be typed so.
@@ -100,9 +92,14 @@ def _typed(path: Path, name: str, value: object, option: Option) -> list[str]:
     kinds, what = _KINDS.get(option.kind, _OF_TEXT)
     if not _plain(value, kinds) or (isinstance(value, str) and not value.isprintable()):
         raise UsageError(f"--config {path}: {name} = {shown(value)}: give {what}")
+    return words(name, value, option)
+
+
+def words(name: str, value: object, option: Option) -> list[str]:
+    """The words of a command line that give an option a value."""
     if value is True:
         return [f"--{name}"]
-    if value is False:
+    if value is False:  # without a word for it, an option is off when it isn't typed
         return [option.off] if option.off else []
     return [f"--{name}={value}"]
 
@@ -111,16 +108,12 @@ def _field(path: Path, field: object, value: object) -> str:
     """The value of a task's field, as it is typed behind `--set FIELD=`."""
     if not (isinstance(field, str) and field.isidentifier()):
         raise UsageError(f"--config {path}: set has {shown(field)}, which can't be the name of a field")
-    kinds = (bool, int, float, str)
-    if isinstance(value, list) and all(_plain(item, kinds) for item in value):
-        # As it is typed: texts in quotes, and other values as Python writes them.
-        items = [json.dumps(item) if isinstance(item, str) else str(item) for item in value]
-        return f"[{', '.join(items)}]"
-    if value is not None and not _plain(value, kinds):
+    parts = value if isinstance(value, list) else [value]
+    if value is not None and not all(_plain(part, (bool, int, float, str)) for part in parts):
         raise UsageError(
             f"--config {path}: set.{field} = {shown(value)}: give a number, a text, true or false, or a list of these"
         )
-    return str(value)
+    return typed_field(value)
 
 
 def _plain(value: object, kinds: tuple[type, ...]) -> bool:

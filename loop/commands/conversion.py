@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loop.errors import UsageError
 
@@ -92,9 +92,5 @@ def _reason(error: Exception) -> str:
     operations = sorted(set(re.findall(r"'tf\.(\w+)' op", text)))
     if operations:
         return f"LiteRT has no operation for TensorFlow's {', '.join(operations)}"
-    return f"the model can't be converted ({type(error).__name__}: {_first_line(text)})"
-
-
-def _first_line(text: str) -> str:
-    lines: list[Any] = text.strip().splitlines() or [""]
-    return str(lines[0])[:300]
+    first_line = text.strip().partition("\n")[0]
+    return f"the model can't be converted ({type(error).__name__}: {first_line[:300]})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -37,12 +38,7 @@ DEPENDS_ON_POSITION = (
 
 
 def causes(task: TrainTask, options: Options) -> list[str]:
-    """The mistakes that a trial of a task shows, each with its fix; empty if there are none.
-
-    Args:
-        task: the task.
-        options: the options of `fit`.
-    """
+    """The mistakes that a trial of a task with these options shows, each with its fix; empty if there are none."""
     enter(task, options, 0)  # of a task with phases, the first one
     mistakes = list(_data(task, options))
     if type(task).compute is TrainTask.compute:
@@ -92,19 +88,16 @@ def _compute(task: TrainTask, options: Options, precision: str) -> list[str]:
 
 def _few(data: Dataset, options: Options) -> Dataset:
     """The first examples of what a task returned, in memory and in the precision of the options."""
-    few = first(data, EXAMPLES)
-    return in_float64(few) if options["precision"] == "float64" else few
+    return in_precision(first(data, EXAMPLES), options)
+
+
+def in_precision(data: Dataset, options: Options) -> Dataset:
+    """Data in memory, in the precision of the options."""
+    return in_float64(data) if options["precision"] == "float64" else data
 
 
 class _Probe:
-    """Tries a built task with one batch.
-
-    Args:
-        task: the task.
-        built: the model of the task.
-        batch: the batch.
-        bound: the greatest relative difference that counts as rounding.
-    """
+    """Tries a built task with one batch. Up to the bound, a relative difference counts as rounding."""
 
     def __init__(self, task: TrainTask, built: BuiltModel, batch: Batch, bound: float) -> None:
         self.task = task
@@ -140,7 +133,7 @@ class _Probe:
 
         # Layers before losses: a layer that depends on the batch makes the loss depend on it.
         dependent = list(self.dependent_layers())
-        norms = [layer.name for layer in batch_norms(self.model)]
+        norms = list(map(attrgetter("name"), batch_norms(self.model)))
         if dependent:
             yield (
                 f"batch-dependent layers: what {', '.join(dependent)} makes of an example depends on which others are "
@@ -161,8 +154,7 @@ class _Probe:
     def dependent_losses(self, together: dict[bool, np.ndarray]) -> Iterator[str]:
         """Why an example by itself has another loss than in the batch, if it has; for the first case that differs.
 
-        Args:
-            together: the losses of the whole batch, by whether the model trains.
+        `together` has the losses of the whole batch, by whether the model trains.
         """
         for training, losses in together.items():
             alone = [self.loss(self.rows(i, i + 1), training, first=i) for i in range(self.size)]
@@ -204,13 +196,7 @@ class _Probe:
         return self.loss(batch, training)[:1]
 
     def loss(self, batch: Batch, training: bool, first: int = 0) -> np.ndarray:
-        """The loss of each row: float64 [n].
-
-        Args:
-            batch: the rows.
-            training: whether the model trains.
-            first: the position of the first row in the whole batch.
-        """
+        """The loss of each row: float64 [n]. `first` is the position of the first row in the whole batch."""
         self.reset()  # a call may change state, such as the statistics of BatchNorm
         value = self._losses[training](batch, tf.constant(first, tf.int64)).numpy()
         return value.reshape(len(value), -1).sum(1)
@@ -305,10 +291,8 @@ class _Probe:
     def output(self, layer_call: _LayerCall, inputs: Structure, batch: Batch) -> np.ndarray | None:
         """Calls a layer once more; returns its first output, or None if that is no tensor with rows.
 
-        Args:
-            layer_call: the call.
-            inputs: the arguments, in place of those of the call: positional and named ones.
-            batch: the rows that the arguments are computed from.
+        `inputs` are its arguments in place of those of the call, positional and named ones, computed from the rows of
+        `batch`.
         """
         args, kwargs = inputs
         self.reset()

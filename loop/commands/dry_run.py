@@ -14,8 +14,9 @@ import callbacks
 from callbacks import Callback, Metrics, Run
 from callbacks.epoch_lines import numbers
 from callbacks.formats import size
+from callbacks.learning_rate import optimizers_of, own_rate, rate_of
 from callbacks.throughput_probe import peak_memory
-from callbacks.types import Data, JsonObject, Optimizer, Tensors, Variable
+from callbacks.types import Data, JsonObject, Tensors, Variable
 from loop.launch import signals
 from loop.options import Options, with_defaults
 
@@ -33,13 +34,7 @@ STEPS = 2
 def dry_run(task: TrainTask, backend: Backend, options: Options) -> JsonObject:
     """Builds all that `fit` builds, makes two steps from step 0 on, and evaluates. All workers must call it.
 
-    Args:
-        task: the task.
-        backend: the backend.
-        options: the options of `fit`. Those about the run directory and checkpoints don't count.
-
-    Returns:
-        What is known of the task; see `lines`.
+    Of the options of `fit`, those about the run directory and checkpoints don't count. For the result, see `lines`.
     """
     from loop.fit import fit
 
@@ -47,26 +42,22 @@ def dry_run(task: TrainTask, backend: Backend, options: Options) -> JsonObject:
     # What is evaluated at all is evaluated after the last step that is made.
     every = with_defaults(task, options)["eval_every"]
     if isinstance(every, dict):
-        every = dict(every)
-        for name, pace in every.items():
-            if pace != "never":
-                every[name] = STEPS
-    elif every != "never":
-        every = STEPS
+        every = {name: _at_end(pace) for name, pace in every.items()}
+    else:
+        every = _at_end(every)
     # Without checkpoints there are no best weights to keep.
     changes = {"eval_every": every, "resume": None, "profile": None, "keep": "last"}
     chosen = callbacks.standard(checkpoint=None, journal=None, mlflow=None, progress=None) + [look]
     with signals.temporary_directory("tfloop-dry-run-") as directory:
         result = fit(task, **{**options, **changes, "backend": backend}, run_dir=directory, callbacks=chosen)
     # After the run, which has reached its peak: of each worker, on the host and on a GPU.
-    memory = backend.gather_json(peak_memory())
-    hosts = []
-    gpus = []
-    for host, gpu in memory:
-        hosts.append(host)
-        gpus.append(gpu)
-    look.about["memory"] |= {"peak": hosts, "gpu_peak": gpus}
+    hosts, gpus = zip(*backend.gather_json(peak_memory()), strict=True)
+    look.about["memory"] |= {"peak": list(hosts), "gpu_peak": list(gpus)}
     return look.about | {"status": result.status, "steps": result.steps}
+
+
+def _at_end(pace: object) -> object:
+    return pace if pace == "never" else STEPS
 
 
 class _Look(Callback):
@@ -102,7 +93,7 @@ class _Look(Callback):
                 "gradients": bytes_of(trained),
                 "optimizer": bytes_of(optimizer_variables(run.optimizer) + run.step.averages.variables),  # type: ignore[attr-defined]
             },
-            "learning_rates": _learning_rates(run.optimizer),
+            "learning_rates": _learning_rates(run),
             "batch_size": {
                 "global": batch_size,
                 "replica": math.ceil(batch_size / replicas),
@@ -180,18 +171,15 @@ def _shapes(value: Tensors, example: Batch, size: int, name: str = "") -> list[J
     return shapes
 
 
-def _learning_rates(optimizer: Optimizer) -> list[JsonObject]:
+def _learning_rates(run: Run) -> list[JsonObject]:
     """The learning rate of each optimizer: its name, the class, the rate of the first step, and the schedule."""
-    import numpy as np
-
     rates: list[JsonObject] = []
-    optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
-    for name, member in optimizers.items():
-        own = getattr(member, "_learning_rate", None)  # `learning_rate` of Keras gives a schedule's present value
+    for name, member in optimizers_of(run).items():
+        own = own_rate(member)
         schedule = type(own).__name__ if callable(own) else None
-        now = member.learning_rate  # of tf_keras it may be the schedule itself
-        rate = float(np.asarray(now(member.iterations) if callable(now) else now))
-        rates.append({"name": name, "optimizer": type(member).__name__, "rate": rate, "schedule": schedule})
+        rates.append({
+            "name": name, "optimizer": type(member).__name__, "rate": rate_of(member), "schedule": schedule,
+        })  # fmt: skip
     return rates
 
 

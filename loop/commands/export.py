@@ -132,10 +132,7 @@ def compare(served: Served, partial: Path, out: Path, target: str | None) -> str
     inputs = served.named_example()
     loaded = _loaded_outputs(served, inputs, partial, out, target)
     # A Keras file is called as the model is, and not by a signature with named inputs.
-    returned = served.call(served._inputs.value) if is_keras else served.outputs()
-    if not isinstance(returned, dict):
-        returned = {"output_0": returned}
-    expected = {name: texts_as_bytes(np.asarray(value)) for name, value in returned.items()}
+    expected = as_arrays(served.call(served._inputs.value) if is_keras else served.outputs())
     if _shapes(loaded) != _shapes(expected):
         names = ", ".join(loaded)
         raise TrainingError(f"{out} is not written: loaded in a new process, it has other outputs: {names}")
@@ -196,6 +193,12 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
         apart = np.where(same, 0.0, np.abs(a.astype("f8") - b.astype("f8")))
     size = np.abs(a[np.isfinite(a)]).max(initial=1.0)
     return float(np.max(apart, initial=0.0) / size)
+
+
+def as_arrays(outputs: Any) -> dict[str, np.ndarray]:
+    """The outputs of a model as arrays by name, as a SavedModel names them: one without a name is `output_0`."""
+    named = outputs if isinstance(outputs, dict) else {"output_0": outputs}
+    return {name: texts_as_bytes(np.asarray(value)) for name, value in named.items()}
 
 
 def texts_as_bytes(value: np.ndarray) -> np.ndarray:

@@ -16,10 +16,10 @@ from typing import IO
 import numpy as np
 import tensorflow as tf
 
-from callbacks.files import hidden_name, replacing
 from callbacks.run_record.journal import jsonable
 from callbacks.types import JsonObject
 from loop.backends.base import Backend
+from loop.commands import command_line
 from loop.errors import UsageError
 from loop.model.variables import is_legacy, learning_rates
 from loop.options import Options
@@ -28,8 +28,6 @@ from loop.step import approximations
 from loop.step.train_step import NOT_FINITE
 from loop.task import Optimizer, TrainTask
 
-FORMS = (".json", ".png", ".svg")
-"""The formats that `write` can write, as endings of the file's name."""
 _DECAY = 0.9
 """The weight of the old average in the moving average of losses."""
 _DIVERGED = 4.0
@@ -40,18 +38,12 @@ _NOISE = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class RangeTest:
-    """The result of a range test.
+    """The result of a range test."""
 
-    Attributes:
-        rates: the learning rate of each step; of several optimizers, that of the first one.
-        losses: the loss of each step, before the weights are updated.
-        diverged: whether the test ended because the loss diverged.
-        scaled: the ratio of each optimizer's rate to that of the first one, by name; "" for a single optimizer.
-    """
-
-    rates: list[float]
-    losses: list[float]
-    diverged: bool
+    rates: list[float]  # the learning rate of each step; of several optimizers, that of the first one
+    losses: list[float]  # the loss of each step, before the weights are updated
+    diverged: bool  # whether the test ended because the loss diverged
+    # The ratio of each optimizer's rate to that of the first one, by name; "" for a single optimizer.
     scaled: dict[str, float]
 
     @property
@@ -97,16 +89,8 @@ def find_lr(
 ) -> RangeTest:
     """Makes up to `steps` steps, with learning rates from `low` to `high`; stops when the loss diverges.
 
-    Several optimizers keep the ratios of their rates: the first one has the rates from `low` to `high`.
-
-    Args:
-        task: the task; of a task with phases, the first phase is tested.
-        backend: the backend, in one process.
-        options: the options of `fit`.
-        steps: the number of steps.
-        low: the first learning rate.
-        high: the last learning rate.
-        progress: is called with 1 after each step.
+    Several optimizers keep the ratios of their rates: the first one has the rates from `low` to `high`. Of a task with
+    phases, the first phase is tested. The backend is in one process. `progress` is called with 1 after each step.
 
     Raises:
         UsageError: the task can't be trained, or its rates have no ratio.
@@ -158,15 +142,17 @@ def _ratios(optimizer: Optimizer) -> dict[str, float]:
     """The ratio of each optimizer's rate to that of the first one, by name; "" for a single optimizer."""
     if not isinstance(optimizer, Mapping):
         return {"": 1.0}
-    rates = dict(zip(optimizer, learning_rates(optimizer), strict=True))
-    for name, rate in rates.items():
+    ratios: dict[str, float] = {}
+    first = 0.0
+    for name, rate in zip(optimizer, learning_rates(optimizer), strict=True):
         if not rate:
             raise UsageError(
                 f"build_optimizer()[{name!r}] has {'a schedule' if rate is None else rate} as its learning rate: rates "
                 "of several optimizers are scaled together, so give numbers > 0"
             )
-    first = next(iter(rates.values()))
-    return {name: (rate or 0.0) / (first or 1.0) for name, rate in rates.items()}
+        first = first or rate
+        ratios[name] = rate / first
+    return ratios
 
 
 def _schedule(optimizer: Optimizer, rate: tf.Variable, ratio: float) -> object:
@@ -243,14 +229,11 @@ def as_json(test: RangeTest) -> JsonObject:
 
 def write(path: Path, test: RangeTest) -> None:
     """Writes the plot or, into a .json file, the numbers; whole or not at all."""
-    try:
-        with replacing(path, aside=hidden_name(path)) as file:
-            if path.suffix == ".json":
-                file.write((json.dumps(as_json(test)) + "\n").encode())
-            else:
-                _draw(file, path.suffix[1:], test)
-    except OSError as error:
-        raise UsageError(f"--out {path}: {error.strerror}") from None
+    with command_line.written_out(path) as file:
+        if path.suffix == ".json":
+            file.write((json.dumps(as_json(test)) + "\n").encode())
+        else:
+            _draw(file, path.suffix[1:], test)
 
 
 def _draw(file: IO[bytes], form: str, test: RangeTest) -> None:

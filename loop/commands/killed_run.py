@@ -10,7 +10,6 @@ import random
 import secrets
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,41 +19,29 @@ from callbacks.example_log import ExampleLog
 from callbacks.types import JsonObject
 from loop.checkpoint import checkpoint_files
 from loop.checkpoint.store import address
-from loop.commands import command_line
-from loop.errors import BAD_INPUT, TrainingError, UsageError
+from loop.commands import command_line, trial
+from loop.launch import warm_start
 
 MARK = "TFLOOP_CHAOS"
 """The environment variable that marks all processes of an attempt, even those whose parent has ended."""
 WRITING, STARTING, TRAINING = KINDS = ("in a checkpoint write", "in start-up", "in training")
-# With -P, a file in the working directory can't take the place of a module.
-_COMMAND = [sys.executable, "-P", "-m", "cli", "train"]
+_COMMAND = [*warm_start.COMMAND, "train"]
 _FIRST_LINE = 30
 """The greatest size of the first line in a file of examples, in bytes."""
 
 
 class Machine(NamedTuple):
-    """A machine, which is a directory here: nothing is in it of what another one has written.
+    """A machine, which is a directory here: nothing is in it of what another one has written."""
 
-    Attributes:
-        name: of its directory.
-        options: of `tfloop train`: the backend and the workers there.
-    """
-
-    name: str = "machine"
-    options: Sequence[str] = ()
+    name: str = "machine"  # of its directory
+    options: Sequence[str] = ()  # of `tfloop train`: the backend and the workers there
 
 
 class Run:
     """A run that is started again until it has ended.
 
-    Args:
-        directory: the directory for all files of the run.
-        arguments: the arguments of `tfloop train`.
-        checkpoint_every: how often it saves, as typed; None: the default of `tfloop train`.
-        url: where it is in object storage; None: nowhere.
-
     Attributes:
-        url: as given.
+        url: where it is in object storage; None: nowhere.
         run_dir: the run directory on the machine that trains.
         examples: the directory of the logs of examples.
         command: the whole command.
@@ -118,9 +105,8 @@ class Run:
             UsageError: it could not even start.
             TrainingError: it failed.
         """
-        if not self.finished:
-            kind = UsageError if self.code == BAD_INPUT else TrainingError
-            raise kind(self.last_line().removeprefix("tfloop: error: "))
+        if self.code:
+            raise trial.failure(self.code, self.last_line().removeprefix("tfloop: error: "))
         # All attempts write to one file: the last line is that of the one that has finished.
         result: JsonObject = json.loads((self.directory / "stdout").read_bytes().splitlines()[-1])
         return result
@@ -144,13 +130,7 @@ class Run:
 
 
 class Attempt:
-    """All processes of one start of a run.
-
-    Args:
-        run: the run.
-        out: the file for stdout.
-        err: the file for stderr.
-    """
+    """All processes of one start of a run, with the files for their stdout and stderr."""
 
     def __init__(self, run: Run, out: BinaryIO, err: BinaryIO) -> None:
         self.run = run
@@ -167,11 +147,8 @@ class Attempt:
 
     def trained(self) -> int:
         """How much it has trained: the bytes in its logs of examples, without their first lines."""
-        trained = 0
-        for path in self.run.examples.iterdir():
-            if path.name not in self._files_before:
-                trained += max(0, path.stat().st_size - _FIRST_LINE)
-        return trained
+        own = filter(lambda path: path.name not in self._files_before, self.run.examples.iterdir())
+        return sum(max(0, path.stat().st_size - _FIRST_LINE) for path in own)
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = math.inf, pause: float = 0.01) -> bool:
         """Waits until the condition holds; returns False if the attempt ended before that, or the time was over."""
@@ -205,8 +182,7 @@ class Attempt:
     def gone(self, seconds: float) -> bool:
         """Waits until all processes have ended; kills them if they haven't ended by themselves within that time.
 
-        Returns:
-            Whether they ended by themselves.
+        Returns whether they have.
         """
         deadline = time.monotonic() + seconds
         while self.process.poll() is None or self.processes():

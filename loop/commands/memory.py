@@ -12,6 +12,7 @@ import math
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,17 +32,11 @@ MICRO_BATCHES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A combination of the options that save memory.
+    """A combination of the options that save memory."""
 
-    Attributes:
-        remat: whether `remat="full"` is on; otherwise `remat` is that of the task.
-        accumulate: the number of micro-batches.
-        shard: whether `shard_optimizer` is on.
-    """
-
-    remat: bool = False
-    accumulate: int = 1
-    shard: bool = False
+    remat: bool = False  # whether `remat="full"` is on; otherwise `remat` is that of the task
+    accumulate: int = 1  # the number of micro-batches
+    shard: bool = False  # whether `shard_optimizer` is on
 
 
 SETTINGS = (
@@ -57,27 +52,16 @@ SETTINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The memory that a replica needs with a setting, in bytes.
+    """The memory that a replica needs with a setting, in bytes."""
 
-    Attributes:
-        name: the name of the setting, for people.
-        options: the options to type for it.
-        weights: the memory of all variables of the model.
-        gradients: the memory of the gradients, and of the copies of them that a step holds.
-        optimizer: the memory of slots and moving averages.
-        activations: the memory that grows with the batch.
-        rest: TensorFlow itself, the data, what else a step holds, and a checkpoint that is being written.
-        fits: whether the total fits; None: there is no limit.
-    """
-
-    name: str
-    options: list[str]
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    rest: int
-    fits: bool | None = None
+    name: str  # the name of the setting, for people
+    options: list[str]  # the options to type for it
+    weights: int  # the memory of all variables of the model
+    gradients: int  # the memory of the gradients, and of the copies of them that a step holds
+    optimizer: int  # the memory of slots and moving averages
+    activations: int  # the memory that grows with the batch
+    rest: int  # TensorFlow itself, the data, what else a step holds, and a checkpoint that is being written
+    fits: bool | None = None  # whether the total fits; None: there is no limit
 
     @property
     def total(self) -> int:
@@ -87,37 +71,27 @@ class Row:
 
 @dataclasses.dataclass
 class Report:
-    """The result of `memory`.
+    """The result of `memory`."""
 
-    Attributes:
-        command: the command of the training, without a setting.
-        task: the name of the task's class.
-        workers: the number of replicas.
-        batch_size: the size of the global batch.
-        on_gpu: whether it is the memory of a GPU, and not that of the host.
-        limit: the memory that a replica has, in bytes; None: there is no limit.
-        rows: the settings; those that cost the least time come first.
-        measured: the measured peaks in bytes, by the size of the batch; without and with `remat="full"`.
-    """
-
-    command: list[str]
-    task: str
-    workers: int
-    batch_size: int
-    on_gpu: bool
-    limit: float | None
-    rows: list[Row]
+    command: list[str]  # the command of the training, without a setting
+    task: str  # the name of the task's class
+    workers: int  # the number of replicas
+    batch_size: int  # the size of the global batch
+    on_gpu: bool  # whether it is the memory of a GPU, and not that of the host
+    limit: float | None  # the memory that a replica has, in bytes; None: there is no limit
+    rows: list[Row]  # the settings; those that cost the least time come first
+    # The measured peaks in bytes, by the size of the batch; without and with `remat="full"`.
     measured: dict[str, dict[int, int]]
 
     @property
     def smallest(self) -> Row:
         """The row that needs the least memory."""
-        return min(self.rows, key=lambda row: row.total)
+        return min(self.rows, key=attrgetter("total"))
 
     @property
     def best(self) -> Row | None:
         """The row that fits and costs the least time; None: none fits, or there is no limit."""
-        return next((row for row in self.rows if row.fits), None)
+        return next(filter(attrgetter("fits"), self.rows), None)
 
 
 def parse_size(text: str) -> float:
@@ -143,14 +117,8 @@ def memory(
 ) -> Report:
     """Measures small batches without and with `remat="full"`, and computes what each setting needs.
 
-    Args:
-        target: the target of `tfloop train`.
-        assignments: the fields of the task, as typed.
-        batch_size: the size of the global batch; None: the task's own.
-        workers: the number of replicas.
-        limit: the memory that a replica has, in bytes; None: there is no limit.
-        progress: is called with a text that says what is being measured.
-        options: further options of `tfloop train`, by name.
+    Without a batch size, it is the task's own. The limit is what a replica has, in bytes. `progress` is called with a
+    text that says what is being measured. `options` are further options of `tfloop train`, by name.
 
     Raises:
         UsageError: the task can't be trained at all, or not with such a batch.
@@ -196,15 +164,9 @@ def _is_offered(setting: Setting, own: JsonObject, workers: int) -> bool:
 def _row(
     setting: Setting, curve: Curve, extra: float | None, batch_size: int, workers: int, limit: float | None
 ) -> Row:
-    """The memory that a replica needs with a setting.
+    """The memory that a replica needs with a setting, by the measurements of a single process.
 
-    Args:
-        setting: the setting.
-        curve: the measurements of a single process.
-        extra: how much more each of several workers takes, in bytes; None: it wasn't measured.
-        batch_size: the size of the global batch.
-        workers: the number of replicas.
-        limit: the memory that a replica has, in bytes; None: there is no limit.
+    `extra` is how much more each of several workers takes, in bytes; None: it wasn't measured.
     """
     about = curve.about
     own = about["own"]
@@ -277,9 +239,7 @@ def _cells(report: Report, row: Row) -> list[str]:
     parts = [row.weights, row.gradients, row.optimizer, row.activations, row.rest]
     cells = [row.name, *(f"{part / 1e6:,.0f}" for part in parts)]
     # The mark shows also where there are no colors. Blanks in its place keep the numbers flush.
-    mark = ""
-    if report.limit is not None:
-        mark = "  " if row.fits else " !"
+    mark = {None: "", True: "  ", False: " !"}[row.fits]
     cells.append(f"{row.total / 1e6:,.0f}{mark}")
 
     color = None
@@ -299,7 +259,7 @@ def _verdict(report: Report) -> Iterator[str]:
         yield "--memory 16GB says which is the fastest that fits in so much"
         return
     limit = size(report.limit)
-    if any(not row.fits for row in report.rows):
+    if not all(map(attrgetter("fits"), report.rows)):
         yield f"! doesn't fit in {limit}"
     if report.best is None:
         yield f"none fits in {limit}: the smallest is {smallest.name}, {size(smallest.total)}"

@@ -30,15 +30,9 @@ def replace_process(
     options: Mapping[str, Any],
     share: float,
 ) -> NoReturn:
-    """Ends this process, which has failed, with the table.
+    """Ends this process, which has failed, with the table; its arguments are those of `memory.memory`.
 
-    Args:
-        target: as in `memory.memory`, like those up to `options`.
-        assignments: the same.
-        batch_size: the same.
-        workers: the same.
-        options: the same.
-        share: the part of this machine's memory that a worker may take.
+    `share` is the part of this machine's memory that a worker may take.
     """
     request = json.dumps([target, list(assignments), batch_size, workers, dict(options), share])
     sys.stdout.flush()

@@ -15,7 +15,6 @@ from callbacks.files import read_json
 from loop.commands import command_line, trial
 from loop.commands.memory_probe import MemoryProbe
 from loop.commands.tune import available
-from loop.errors import TrainingError, UsageError
 
 STAGES = 8
 """So many measurements are made, more or less."""
@@ -37,6 +36,7 @@ class Curve:
         about: what it wrote beside the peak.
         on_gpu: whether peaks are those of a GPU.
         peaks: in bytes, by the size of the batch.
+        growth: by how much the two largest batches differ; 0 if there is one.
         slope: how many bytes an example adds.
         fixed: the peak without any example, in bytes.
     """
@@ -50,15 +50,9 @@ class Curve:
         # The largest batches alone: with a small one, the peak may be where the optimizer works, without activations.
         last = sizes[-1]
         before = sizes[-2] if len(sizes) > 1 else last
-        growth = self.peaks[last] - self.peaks[before]
-        self.slope = max(0.0, growth / (last - before)) if last > before else 0.0
+        self.growth = self.peaks[last] - self.peaks[before]
+        self.slope = max(0.0, self.growth / (last - before)) if last > before else 0.0
         self.fixed = self.peaks[last] - self.slope * last
-
-    @property
-    def growth(self) -> float:
-        """By how much the two largest batches differ."""
-        sizes = sorted(self.peaks)
-        return self.peaks[sizes[-1]] - self.peaks[sizes[-2]] if len(sizes) > 1 else 0.0
 
 
 class Prober:
@@ -154,5 +148,5 @@ class Prober:
         code = trial.run([*self._arguments, *settings, f"--batch-size={examples}", *_ALWAYS, *own], directory)
         reports = [read_json(path) for path in directory.glob("run/memory-*.json")]
         if code != 0 or not reports:
-            raise (UsageError if code == 2 else TrainingError)(trial.problem(code, directory))
+            raise trial.failure(code, trial.problem(code, directory))
         return max(reports, key=lambda report: report["memory"])

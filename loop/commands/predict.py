@@ -20,7 +20,7 @@ import tensorflow as tf
 from callbacks.run_record.redaction import redact
 from loop.backends.base import Backend
 from loop.backends.host_collectives import fingerprint
-from loop.commands.prediction_files import check_names, write
+from loop.commands.prediction_files import check_names, joined, write
 from loop.commands.prediction_output import OWN_DATA, check_data, check_out, is_own, is_set
 from loop.commands.prediction_parts import Parts, blocks_in_part, owner
 from loop.data import ArrayData, BatchOptions, IndexedData, Source, StreamData, StreamSource, contents, source
@@ -145,12 +145,11 @@ def _source(session: Session, data: Any) -> Source:
     examples: Source | None
     if data == "train":
         examples = session.data.train
-    # Without the method, an evaluation set may be named test.
-    elif data == "test" and hasattr(session.task, "test_data"):
-        test_data = _in_order(session.task.test_data(), {})
-        examples = None if test_data is None else source(test_data, batching, "test_data()")
-    else:
+    elif _reads_eval(session.task, data):
         examples = _evaluated(session, data)
+    else:
+        test_data = _in_order(session.task.test_data(), {})  # type: ignore[attr-defined]
+        examples = None if test_data is None else source(test_data, batching, "test_data()")
     if examples is None:
         raise UsageError(f"{kind}.{data}_data() returned None, or isn't defined: give other DATA, or define it")
     if examples.endless:
@@ -160,9 +159,8 @@ def _source(session: Session, data: Any) -> Source:
 
 def _reads_eval(task: TrainTask, data: Any) -> bool:
     """Whether the evaluation data is predicted on."""
-    if not is_own(data) or data == "train":
-        return False
-    return not (data == "test" and hasattr(task, "test_data"))
+    # Without the method, an evaluation set may be named test.
+    return is_own(data) and data != "train" and not (data == "test" and hasattr(task, "test_data"))
 
 
 def _evaluated(session: Session, data: str) -> Source | None:
@@ -302,11 +300,8 @@ def _sampled(data: IndexedData) -> list[object]:
 
 def _in_memory(prediction: Prediction) -> Any:
     """An array of all examples, or a dict of them."""
-    blocks = [columns for _, columns in prediction.blocks(lambda number: True)]
-    joined = {}
-    for name in blocks[0]:
-        joined[name] = np.concatenate([columns[name] for columns in blocks])
-    return joined["output"] if list(joined) == ["output"] else joined
+    arrays = joined([columns for _, columns in prediction.blocks(lambda number: True)])
+    return arrays["output"] if list(arrays) == ["output"] else arrays
 
 
 def _to_file(parts: Parts, prediction: Prediction, about: dict[str, Any], backend: Backend) -> dict[str, Any]:

@@ -90,19 +90,19 @@ def _grouped(rows: StoredRows) -> Iterator[Columns]:
         held.append(columns)
         count += len(next(iter(columns.values())))
         if count >= most:
-            yield _joined(held)
+            yield joined(held)
             held = []
             count = 0
     if held:
-        yield _joined(held)
+        yield joined(held)
 
 
-def _joined(blocks: Sequence[Columns]) -> Columns:
+def joined(blocks: Sequence[Columns]) -> Columns:
     """Blocks as one."""
-    joined: Columns = {}
+    arrays: Columns = {}
     for name in blocks[0]:
-        joined[name] = np.concatenate([columns[name] for columns in blocks])
-    return joined
+        arrays[name] = np.concatenate([columns[name] for columns in blocks])
+    return arrays
 
 
 def _column(pyarrow: Any, array: np.ndarray) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 from callbacks import files
 from callbacks.progress import counted
+from loop.commands import command_line
 from loop.errors import UsageError
 from loop.launch.backend_choice import MOST_WORKERS
 from loop.launch.environment import JOB
@@ -70,7 +71,7 @@ def check_data(data: str) -> None:
     Raises:
         UsageError: no data of a task, and no file of inputs.
     """
-    if data in OWN_DATA or is_set(data):
+    if is_own(data):
         return
     if Path(data).suffix not in INPUT_ENDINGS:
         raise UsageError(
@@ -90,8 +91,7 @@ def threads_for(out: Path, threads: int | None) -> int:
         out: the file.
         threads: what was typed.
     """
-    if threads is not None and not 1 <= threads <= MOST_WORKERS:
-        raise UsageError(f"--threads {threads}: give a whole number >= 1, at most {MOST_WORKERS}")
+    command_line.check_threads(threads)
     if threads is not None:
         return threads
     before = files.read_json(manifest_path(out)).get("threads")

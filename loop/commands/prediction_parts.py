@@ -8,6 +8,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,12 +31,7 @@ _PARTS = 64
 
 
 def blocks_in_part(blocks: int | None, block_rows: int) -> int:
-    """How many blocks a part has. It doesn't depend on the number of workers.
-
-    Args:
-        blocks: how many there are; None: not known.
-        block_rows: the rows of a block.
-    """
+    """How many blocks a part has, by their number, if it is known, and their rows. It doesn't depend on the workers."""
     most = max(1, _ROWS_IN_PART // block_rows)
     if blocks is None:  # a stream, whose length only its end shows
         return most
@@ -44,13 +40,7 @@ def blocks_in_part(blocks: int | None, block_rows: int) -> int:
 
 
 def owner(part: int, done: Sequence[int], workers: int) -> int:
-    """Which worker computes a part: those that are missing are dealt out in turn.
-
-    Args:
-        part: its number; it is missing.
-        done: the numbers of the parts that are complete, increasing.
-        workers: how many there are.
-    """
+    """Which worker computes a missing part: those that are missing are dealt out in turn. `done` increases."""
     # The number of missing parts before this one decides.
     return (part - bisect.bisect_left(done, part)) % workers
 
@@ -77,13 +67,9 @@ class Parts:
             yield
 
     def begin(self, about: dict[str, Any]) -> list[int]:
-        """Starts the prediction, or goes on with it. The chief alone calls it, within `held`.
+        """Starts the prediction, or goes on with it; returns the parts that are complete, increasing.
 
-        Args:
-            about: what the numbers depend on.
-
-        Returns:
-            The parts that are complete, increasing.
+        The chief alone calls it, within `held`. `about` is what the numbers depend on.
 
         Raises:
             UsageError: there are parts of another prediction.
@@ -107,11 +93,8 @@ class Parts:
 
     def complete(self) -> list[int]:
         """The parts that are complete, increasing."""
-        numbers = []
-        for path in self.directory.glob("*.part"):
-            if path.stem.isdecimal():
-                numbers.append(int(path.stem))
-        return sorted(numbers)
+        stems = map(attrgetter("stem"), self.directory.glob("*.part"))
+        return sorted(map(int, filter(str.isdecimal, stems)))
 
     def write(self, part: int, blocks: Iterable[Columns]) -> None:
         """Writes a part, block by block."""

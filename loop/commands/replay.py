@@ -31,48 +31,29 @@ NUMBERS = 5
 
 @dataclasses.dataclass
 class Shown:
-    """A tensor of the step.
+    """A tensor of the step."""
 
-    Attributes:
-        name: the name of a value or of a variable.
-        shape: the shape of the tensor.
-        largest: the greatest absolute value of its finite elements.
-        norm: the L2 norm; nan or inf if it isn't finite.
-        not_finite: the number of its elements that are nan or infinite.
-        examples: for a value: the indices, in the data, of the first examples that aren't finite.
-        weight: for a gradient: the greatest absolute value of the variable.
-    """
-
-    name: str
-    shape: list[int]
-    largest: float
-    norm: float
-    not_finite: int
+    name: str  # the name of a value or of a variable
+    shape: list[int]  # the shape of the tensor
+    largest: float  # the greatest absolute value of its finite elements
+    norm: float  # the L2 norm; nan or inf if it isn't finite
+    not_finite: int  # the number of its elements that are nan or infinite
+    # For a value: the indices, in the data, of the first examples that aren't finite.
     examples: list[int] = dataclasses.field(default_factory=list)
-    weight: float = 0.0
+    weight: float = 0.0  # for a gradient: the greatest absolute value of the variable
 
 
 @dataclasses.dataclass
 class Replay:
-    """A step that was made once more, on one device.
+    """A step that was made once more, on one device."""
 
-    Attributes:
-        step: the number of the step, from 1.
-        epoch: the epoch of the step, from 1.
-        examples: the number of examples in its batch.
-        names: what wasn't finite when the step was first made.
-        again: what wasn't finite this time.
-        values: the values that `compute` returned.
-        gradients: the gradient of each variable; divided by the weight, not clipped.
-    """
-
-    step: int
-    epoch: int
-    examples: int
-    names: list[str]
-    again: list[str]
-    values: list[Shown]
-    gradients: list[Shown]
+    step: int  # the number of the step, from 1
+    epoch: int  # the epoch of the step, from 1
+    examples: int  # the number of examples in its batch
+    names: list[str]  # what wasn't finite when the step was first made
+    again: list[str]  # what wasn't finite this time
+    values: list[Shown]  # the values that `compute` returned
+    gradients: list[Shown]  # the gradient of each variable; divided by the weight, not clipped
 
 
 def replay(task: TrainTask, path: str | Path) -> Replay:

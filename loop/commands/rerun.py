@@ -14,13 +14,13 @@ from callbacks.files import read_json
 from callbacks.run_record import provenance
 from callbacks.run_record.record import Record
 from callbacks.run_record.redaction import HIDDEN, printable, tell
-from loop.commands import typed_callbacks
-from loop.commands.config import Option
-from loop.errors import PREEMPTED, TrainingError, UsageError
+from callbacks.run_record.values import as_dict
+from loop.commands import trial, typed_callbacks
+from loop.commands.config import Option, words
+from loop.errors import PREEMPTED, UsageError
+from loop.launch import warm_start
 from loop.target.fields import typed as typed_field
 
-# With -P, a file in the working directory can't take the place of a module.
-_COMMAND = [sys.executable, "-P", "-m", "cli", "train"]
 _UNUSED = ("backend", "resume", "accept_changes", "profile", "stall_timeout")
 """Options that decide no number, or that are given in another way."""
 _OF_MACHINE = {
@@ -34,21 +34,13 @@ _DEVICES = ("mirrored", "central")
 
 
 class Rerun(NamedTuple):
-    """How a second training has come out.
+    """How a second training has come out."""
 
-    Attributes:
-        first: the run directory of the first one.
-        second: that of the second one.
-        steps: the steps of both.
-        variables: how many variables were compared.
-        differing: those whose bits differ: their names, and the greatest differences.
-    """
-
-    first: Path
-    second: Path
-    steps: tuple[int, int]
-    variables: int
-    differing: dict[str, float]
+    first: Path  # the run directory of the first one
+    second: Path  # that of the second one
+    steps: tuple[int, int]  # the steps of both
+    variables: int  # how many variables were compared
+    differing: dict[str, float]  # those whose bits differ: their names, and the greatest differences
 
     @property
     def exact(self) -> bool:
@@ -57,12 +49,7 @@ class Rerun(NamedTuple):
 
 
 def arguments(record: Record, options: Mapping[str, Option], about: Mapping[str, object]) -> list[str]:
-    """The options of `tfloop train` with which a run is made again.
-
-    Args:
-        record: of the run.
-        options: those that can be typed, by their long names without dashes.
-        about: its `run.json`.
+    """The options of `tfloop train` with which a run is made again, of those that can be typed, by their long names.
 
     Raises:
         UsageError: the run isn't one that has the same bits twice.
@@ -97,9 +84,7 @@ def _place(record: Record) -> Iterator[str]:
 def callback_arguments(about: Mapping[str, object], is_own: bool) -> Iterator[str]:
     """The words of a command line for the callbacks of a run that were typed.
 
-    Args:
-        about: the run's `run.json`.
-        is_own: whether this user has made the run: a callback may write a file that its text names.
+    `is_own` says whether this user has made the run: a callback may write a file that its text names.
     """
     for text in _callbacks(about).values():
         # Only the forms that a user may type: others name a class to import.
@@ -122,20 +107,17 @@ def left_out(first: Path, second: Path) -> Iterator[str]:
 
 def _callbacks(about: Mapping[str, object]) -> dict[str, str]:
     """The callbacks that a run has recorded, by key: how each was typed, or ""."""
-    recorded = about.get("callbacks")
     texts = {}
-    for key, text in (recorded if isinstance(recorded, dict) else {}).items():
+    for key, text in as_dict(about.get("callbacks")).items():
         if isinstance(text, str):
-            texts[str(key)] = text
+            texts[key] = text
     return texts
 
 
 def _typed_fields(record: Record, changed: object) -> Iterator[str]:
     """The words of a command line for the fields of a run's task.
 
-    Args:
-        record: of the run.
-        changed: the names of the fields that weren't at their defaults, as the run has recorded them; None: it has not.
+    `changed` has the names of the fields that weren't at their defaults; None: the run has not recorded them.
     """
     for name, value in record.hyperparameters.items():
         # Whether None or a list can be typed depends on the field's type; a default needn't be.
@@ -150,14 +132,9 @@ def _typed_fields(record: Record, changed: object) -> Iterator[str]:
 
 def _typed(flag: str, value: object, option: Option) -> list[str]:
     """The words of a command line for an option of a run."""
-    if value is True:
-        return [f"--{flag}"]
-    if value is False:  # without a word for it, an option is off when it isn't typed
-        return [option.off] if option.off else []
     if isinstance(value, dict):  # of several evaluation sets, the pace of each
         value = [f"{name}={pace}" for name, pace in value.items()]
-    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-    return [f"--{flag}={text}"]
+    return words(flag, ",".join(map(str, value)) if isinstance(value, list) else value, option)
 
 
 def _check(record: Record) -> None:
@@ -200,10 +177,11 @@ def train(target: str, options: list[str], run_dir: Path | None) -> Path:
     own = ["--track=off", "--resume=never", "--json"]
     if run_dir:
         own.append(f"--run-dir={run_dir}")
-    done = subprocess.run([*_COMMAND, target, *options, *own], stdout=subprocess.PIPE, text=True, check=False)
+    command = [*warm_start.COMMAND, "train", target, *options, *own]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         why = "was stopped" if done.returncode == PREEMPTED else f"ended with exit code {done.returncode}"
-        raise (UsageError if done.returncode == 2 else TrainingError)(f"the second training {why}: see above")
+        raise trial.failure(done.returncode, f"the second training {why}: see above")
     return Path(json.loads(done.stdout.splitlines()[-1])["run_dir"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shutil
@@ -9,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
@@ -19,6 +21,7 @@ from callbacks.formats import lasting, part_name, plural
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
+    from rich.text import Text
 
 Points = Sequence[tuple[int, float]]
 """A curve: steps with their values."""
@@ -149,21 +152,25 @@ def tables(rows: Sequence[Sequence[str]], head: Sequence[str], right: Collection
 def _lengths(rows: Sequence[Sequence[str]], head: Sequence[str]) -> list[int]:
     """How many columns of the terminal each column of a table takes, if none of its cells is broken."""
     from rich.cells import cell_len
-    from rich.text import Text
 
     lengths = [0] * len(head or rows[0])
     for row in [head, *rows]:
         for index, cell in enumerate(row):
-            plain_cell = Text.from_ansi(cell).plain if "\x1b" in cell else cell  # color codes take no columns
-            lengths[index] = max(lengths[index], cell_len(plain_cell))
+            lengths[index] = max(lengths[index], cell_len(str(_text(cell))))
     return lengths
+
+
+def _text(cell: str) -> Text | str:
+    """A cell for rich, which would count color codes as characters of the text."""
+    from rich.text import Text
+
+    return Text.from_ansi(cell) if "\x1b" in cell else cell
 
 
 def _table(rows: Sequence[Sequence[str]], head: Sequence[str], right: Collection[int], kept: Sequence[int]) -> Table:
     """Some columns of rows."""
     from rich import box
     from rich.table import Table
-    from rich.text import Text
 
     ruled = bool(head) and sys.stdout.isatty()
     # The box has a gap of its own between two columns, one blank wide.
@@ -175,11 +182,7 @@ def _table(rows: Sequence[Sequence[str]], head: Sequence[str], right: Collection
         justify: Literal["left", "right"] = "right" if index in right else "left"
         drawn.add_column(head[index] if head else "", justify=justify, overflow="fold")
     for row in rows:
-        cells: list[RenderableType] = []
-        for index in kept:
-            # rich would count color codes as characters of the text.
-            cells.append(Text.from_ansi(row[index]) if "\x1b" in row[index] else row[index])
-        drawn.add_row(*cells)
+        drawn.add_row(*(_text(row[index]) for index in kept))
     return drawn
 
 
@@ -200,33 +203,24 @@ def cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else text[: longest - 2] + ".."
 
 
-def bars(seconds: Mapping[str, float], size: int = 40) -> Table:
+def bars(seconds: Mapping[str, float]) -> Table:
     """Parts of a time as a table with bars, the greatest first; those of less than a thousandth are left out."""
     whole = sum(seconds.values())
     bar = "#" if plain() else "█"
     rows = []
     for name, part in sorted(seconds.items(), key=lambda item: -item[1]):
         if part > whole / 1000:
-            length = round(size * part / whole)
-            rows.append([part_name(name), lasting(part), f"{part / whole:.0%}", bar * length])
+            rows.append([part_name(name), lasting(part), f"{part / whole:.0%}", bar * round(40 * part / whole)])
     return table(rows, right=(1, 2))
 
 
 def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str]:
-    """Curves over steps in one plot, with its title and legend above it; values that are not finite are left out.
+    """Curves over steps by label, in one plot below its title and legend; values that aren't finite are left out.
 
-    Values too large for a plot are left out, too, and counted in the legend: the line is drawn past them.
-
-    Args:
-        title: what the values are.
-        curves: by label. One that is a single character is its own marker where there are no colors.
-        height: lines of the plot.
+    Values too large for a plot are left out, too, and counted in the legend: the line is drawn past them. A label that
+    is a single character is its own marker where there are no colors.
     """
-    shown = {}
-    for label, points in curves.items():
-        finite = _finite(points)
-        if finite:
-            shown[label] = finite
+    shown = {label: finite for label, points in curves.items() if (finite := _finite(points))}
     if not shown:
         return [f"{title}: nothing to plot"]
     import plotext
@@ -237,8 +231,6 @@ def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str
     figure.plot_size(min(width(), 120), height)
 
     legend = []
-    all_steps: list[float] = []
-    all_values: list[float] = []
     for index, (label, points) in enumerate(shown.items()):
         color = COLORS[index % len(COLORS)]
         letter = label if len(label) == 1 else MARKERS[index % len(MARKERS)]
@@ -247,10 +239,8 @@ def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str
         figure.draw(figure.signal(steps, values, marker=marker).lines())
         entry = f"{letter} {label}" if plain() and letter != label else label
         legend.append(colored(entry + _left_out(curves[label]), color))
-        # The axes show all points, also those that are too many to be drawn.
-        for step, value in points:
-            all_steps.append(step)
-            all_values.append(value)
+    # The axes show all points, also those that are too many to be drawn.
+    all_steps, all_values = zip(*itertools.chain.from_iterable(shown.values()), strict=True)
     _scale(figure.ruler("x"), all_steps, "{:,.0f}")
     _scale(figure.ruler("y"), all_values, "{:.4g}")
 
@@ -262,7 +252,7 @@ def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str
 
 def _finite(points: Points) -> Points:
     """The points that can be plotted."""
-    return [point for point in points if math.isfinite(point[1]) and not _is_too_large(point)]
+    return [point for point in points if abs(point[1]) < _LARGEST]  # which nan isn't, either
 
 
 def _left_out(points: Points) -> str:
@@ -282,10 +272,11 @@ def _thinned(points: Points) -> Points:
     return [*points[:: 1 + len(points) // 1000], points[-1]]
 
 
-def _scale(ruler: Any, values: Sequence[float], form: str, ticks: int = 4) -> None:
+def _scale(ruler: Any, values: Sequence[float], form: str) -> None:
     """Has a ruler show all values, and a little around them where they are all the same."""
     low = min(values)
     high = max(values)
+    ticks = 4
     if high - low <= 1e-6 * max(abs(low), abs(high)):
         low -= abs(low) / 10 or 1
         high += abs(high) / 10 or 1
@@ -296,6 +287,11 @@ def _scale(ruler: Any, values: Sequence[float], form: str, ticks: int = 4) -> No
         tick = low + (high - low) * index / ticks
         labels[form.format(tick)] = tick
     ruler.ticks(list(labels.values()), list(labels))
+
+
+def shown_path(path: Path) -> Path:
+    """A path as messages show it: relative, if it is below the working directory."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def when(stamp: float | None) -> str:

@@ -77,10 +77,8 @@ def seen(track: str | None, run_dir: str | None) -> str:
 def deliver(run_dir: Path, track: str | None, trusted: bool = False) -> None:
     """Delivers what MLflow hasn't of a run that is over, and of the trials of a sweep.
 
-    Args:
-        run_dir: the run directory, or that of a sweep.
-        track: the store; None: the one that the run was delivered to, if this user has made the run here.
-        trusted: whether it may be the one that the directory itself names, without asking who wrote it.
+    Without a store, it is the one that the run was delivered to, if this user has made the run here; or, where the
+    directory is trusted, the one that it names itself, without asking who wrote it.
 
     Raises:
         UsageError: it is no run, or under way, or there is no such store.

@@ -18,11 +18,10 @@ from callbacks.formats import plural
 from callbacks.run_record.redaction import tell
 from callbacks.types import JsonObject
 from loop.checkpoint.store import address
-from loop.commands import command_line, dry_run, memory_advice, runs, tracking, typed_callbacks
+from loop.commands import command_line, dry_run, memory_advice, runs, terminal, tracking, typed_callbacks
 from loop.commands.train_place import Place, read_place
 from loop.errors import FAILED, OUT_OF_MEMORY, PREEMPTED, OutOfMemoryError, UsageError
 from loop.launch import hosts, job, ray_cluster, signals, ssh, stderr
-from loop.launch.backend_choice import MOST_WORKERS
 from loop.launch.elastic_job import run_elastic_job
 from loop.launch.environment import JOB, LAUNCHER, START_TIMEOUT, job_rank, job_size, start_timeout
 from loop.launch.fixed_job import MOST_RESTARTS, run_job
@@ -63,7 +62,7 @@ def _end_with_memory(typed: SimpleNamespace, problem: str) -> NoReturn:
     options = {"precision": typed.precision, "ema": typed.ema}  # those that change what the variables take
     # Workers on this machine share its memory; on other machines, each is assumed to have one for itself.
     share = 1 if typed.hosts_ or typed.launcher else 1 / workers
-    memory_advice.replace_process(typed.target_, typed.set_ or (), typed.batch_size, workers, options, share)
+    memory_advice.replace_process(typed.target_, typed.set_, typed.batch_size, workers, options, share)
 
 
 def _train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
@@ -105,7 +104,7 @@ def _tracker(typed: SimpleNamespace) -> callbacks.MLflowTracker | None:
     # A command that trains without MLflow has the user's files, in which tags may stand for other trainings.
     if typed.track == "off" and typed_callbacks.of_commands(typed.callback):
         return None
-    return tracking.tracker(typed.track, typed.track_wait, typed.tag or [], typed.log_model, typed.register)
+    return tracking.tracker(typed.track, typed.track_wait, typed.tag, typed.log_model, typed.register)
 
 
 def _needs_launch(place: Place) -> bool:
@@ -134,9 +133,7 @@ def _tell_how_to_go_on(typed: SimpleNamespace, arguments: Sequence[str], fields:
     if typed.resume not in (None, "auto") and typed.config_:  # a file may have it
         command.append("--resume=auto")
     if typed.run_dir is None:
-        here = Path.cwd()
-        shown = directory.relative_to(here) if directory.is_relative_to(here) else directory
-        command += ["--run-dir", str(shown)]
+        command += ["--run-dir", str(terminal.shown_path(directory))]
     with contextlib.suppress(OSError):  # a terminal that is gone
         tell(f"interrupted at step {fields['steps']:,}; go on with:\n{shlex.join(command)}")
 
@@ -156,8 +153,7 @@ def _options(typed: SimpleNamespace) -> Options:
 
 def _check(typed: SimpleNamespace) -> None:
     """Refuses values that no backend can have; sets what all workers are to have."""
-    if typed.threads is not None and not 1 <= typed.threads <= MOST_WORKERS:
-        raise UsageError(f"--threads {typed.threads}: give a whole number >= 1, at most {MOST_WORKERS}")
+    command_line.check_threads(typed.threads)
     made = typed_callbacks.make(typed.callback)  # refused here, before TensorFlow loads
     if typed_callbacks.of_commands(typed.callback):  # another command has started this one, and is not to be outlived
         die_with_parent()
@@ -221,10 +217,8 @@ def _launch(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> O
         fewest = f"{limits.low} to "
     many = place.workers or (limits.high if limits else 1)
     tell(f"starting {fewest}{plural(many, 'worker')}{where} ({place.backend}) ...")
-    if place.ray is None:
-        done = _run_job(typed, place, arguments)
-    else:
-        done = _run_on_ray(typed, place, arguments)
+    run = _run_job if place.ray is None else _run_on_ray
+    done = run(typed, place, arguments)
     if done.code == PREEMPTED and done.result is None and not done.error:
         tell(signals.STOPPED)
     return done[:3]
@@ -269,7 +263,7 @@ def _attempt_on_ray(typed: SimpleNamespace, place: Place, arguments: Sequence[st
 
 def _connected(typed: SimpleNamespace, place: Place) -> contextlib.AbstractContextManager[hosts.Cluster]:
     """Within it, the agents of the job's workers run on other machines."""
-    files = hosts.files(typed.target_, typed.config_ or ())
+    files = hosts.files(typed.target_, typed.config_)
     if place.ray is not None:
         at_url = isinstance(typed.run_dir, str)
         return ray_cluster.connect(place.ray, place.backend, files, None if at_url else typed.run_dir)
@@ -311,7 +305,7 @@ def _work(
             from loop.fit import fit
 
             def load() -> TrainTask:
-                task = task_loader.load(typed.target_, typed.set_ or ())
+                task = task_loader.load(typed.target_, typed.set_)
                 with_defaults(task, given)
                 return task
 

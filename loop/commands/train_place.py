@@ -35,9 +35,10 @@ def read_place(typed: SimpleNamespace) -> Place:
         os.environ["TPU_NAME"] = typed.tpu  # where TensorFlow looks for it
         asked = asked or "tpu"
     # The hosts say how many workers there are, the limits depend on that, and what is asked of Ray on the limits.
-    by_host = host_slots.read_hosts(typed.hosts_, typed.workers, asked or "auto", typed.interface, typed.remote_python)
+    typed_or_auto = asked or "auto"
+    by_host = host_slots.read_hosts(typed.hosts_, typed.workers, typed_or_auto, typed.interface, typed.remote_python)
     workers = sum(by_host.values()) or typed.workers
-    limits = _limits(typed, asked or "auto", workers)
+    limits = _limits(typed, typed_or_auto, workers)
     ray = ray_options.read_request(typed, limits)
     devices = _devices(typed)
     if limits is not None:  # the only backend that an elastic job can have

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from loop.errors import BAD_INPUT, TrainingError, UsageError
 from loop.launch import stderr
 from loop.launch.environment import LAUNCHER
 
@@ -23,14 +24,9 @@ _GRACE = 3.0  # seconds that a trial has to end, after it was asked to
 
 
 def run(arguments: Sequence[str], directory: Path) -> int:
-    """Trains in a process of its own, and waits for its end.
+    """Trains in a process of its own, and waits for its end; returns the exit code.
 
-    Args:
-        arguments: of `tfloop train`.
-        directory: where it has its temporary files, and `stderr`: what it says.
-
-    Returns:
-        The exit code.
+    The directory is for its temporary files, and for `stderr`: what it says.
     """
     return run_module("cli", ["train", *arguments], directory)
 
@@ -78,6 +74,11 @@ def reason(code: int, printed: str) -> str:
             why = line
             has_error = is_error
     return why.removeprefix("tfloop: error: ")
+
+
+def failure(code: int, why: str) -> UsageError | TrainingError:
+    """The error of a command whose process has ended with this code: what is bad input there is bad input here."""
+    return UsageError(why) if code == BAD_INPUT else TrainingError(why)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

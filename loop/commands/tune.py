@@ -17,17 +17,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from callbacks.files import hidden_name, read_json, replacing
+from callbacks.files import read_json
 from callbacks.formats import plural, size
 from callbacks.run_record.redaction import mask
 from callbacks.throughput_probe import ThroughputProbe
 from callbacks.types import JsonObject
 from loop.commands import command_line, terminal, trial
-from loop.errors import TrainingError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -45,23 +44,14 @@ _CLOSE = 0.9
 
 @dataclasses.dataclass
 class Row:
-    """A combination of settings, and what was measured with it.
+    """A combination of settings, and what was measured with it."""
 
-    Attributes:
-        changes: the settings that differ from those of the command, by the names of options.
-        speeds: the examples per second in each trial.
-        against: the ratio of its speed to the speed without changes.
-        memory: the greatest memory of a trial, in bytes, in all of its workers.
-        gpu_memory: the greatest memory of a trial on a GPU, in bytes.
-        problem: why it can't be measured, or "".
-    """
-
-    changes: dict[str, object]
-    speeds: list[float] = dataclasses.field(default_factory=list)
-    against: float | None = None
-    memory: int = 0
-    gpu_memory: int = 0
-    problem: str = ""
+    changes: dict[str, object]  # the settings that differ from those of the command, by the names of options
+    speeds: list[float] = dataclasses.field(default_factory=list)  # the examples per second in each trial
+    against: float | None = None  # the ratio of its speed to the speed without changes
+    memory: int = 0  # the greatest memory of a trial, in bytes, in all of its workers
+    gpu_memory: int = 0  # the greatest memory of a trial on a GPU, in bytes
+    problem: str = ""  # why it can't be measured, or ""
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.changes.items()) or "as it is"
@@ -74,23 +64,15 @@ class Row:
 
 @dataclasses.dataclass
 class Report:
-    """The result of `tune`.
+    """The result of `tune`."""
 
-    Attributes:
-        arguments: the arguments of `tfloop train`: the target and options.
-        about: the content of `run.json` of the run without changes.
-        rows: all combinations that were measured; the one without changes comes first.
-        best: the combination to take.
-        settings: all settings of the best combination that were tried, by the names of options; also unchanged ones.
-        notes: further remarks.
-    """
-
-    arguments: list[str]
-    about: JsonObject
-    rows: list[Row]
-    best: Row
+    arguments: list[str]  # the arguments of `tfloop train`: the target and options
+    about: JsonObject  # the content of `run.json` of the run without changes
+    rows: list[Row]  # all combinations that were measured; the one without changes comes first
+    best: Row  # the combination to take
+    # All settings of the best combination that were tried, by the names of options; also unchanged ones.
     settings: dict[str, object]
-    notes: list[str]
+    notes: list[str]  # further remarks
 
 
 def tune(
@@ -103,13 +85,9 @@ def tune(
 ) -> Report:
     """Tries one setting after the other, each with the best of those before it.
 
-    Args:
-        arguments: the arguments of `tfloop train`: the target and options.
-        only: the settings to try, out of `TUNED`.
-        seconds: how long a trial measures.
-        rounds: the number of trials of combinations that are close; they take turns.
-        batch_size: whether the fastest batch size is taken, too. It changes what is learned.
-        progress: is called with a text that says what is being measured.
+    The arguments are those of `tfloop train`. Only these settings are tried, out of `TUNED`. Combinations that are
+    close are tried in turns, so many rounds. The fastest batch size is taken only if asked for, since it changes what
+    is learned. `progress` is called with a text that says what is being measured.
 
     Raises:
         UsageError: the task can't be trained at all.
@@ -138,7 +116,7 @@ class _Tuner:
         """See the function of this name."""
         best = default = self._measured({})
         if default.problem:
-            raise (UsageError if self._code == 2 else TrainingError)(default.problem)
+            raise trial.failure(self._code, default.problem)
         default.against = 1.0
         about = self._about
         now = _settings(about)
@@ -248,11 +226,8 @@ class _Tuner:
         if self._code == 0 and workers and (speed := workers[0]["examples_per_second"]):
             row.speeds.append(speed)
             # On the host, workers share one memory; each has a GPU to itself.
-            host_memory = 0
-            for worker in workers:
-                host_memory += worker["memory"]
-                row.gpu_memory = max(row.gpu_memory, worker["gpu_memory"])
-            row.memory = max(row.memory, host_memory)
+            row.memory = max(row.memory, sum(map(itemgetter("memory"), workers)))
+            row.gpu_memory = max(row.gpu_memory, *map(itemgetter("gpu_memory"), workers))
             # The first trial is that of the training as it is.
             if not self._about:
                 self._about = read_json(directory / "run" / "run.json") | {"stream": workers[0]["stream"]}
@@ -308,7 +283,7 @@ def available() -> int:
 
 def lines(report: Report) -> list[RenderableType]:
     """The report for people: a table, its best row in color, and notes."""
-    on_gpu = any(row.gpu_memory for row in report.rows)
+    on_gpu = any(map(attrgetter("gpu_memory"), report.rows))
     head = ["", "examples/s", "as it is = 1", "peak memory", *["on the GPU"] * on_gpu, ""]
     rows = []
     problems = []
@@ -360,8 +335,5 @@ def write(path: Path, report: Report) -> None:
     written = [f"# {' '.join(mask(text).split())}" for text in comments]
     # Numbers and texts are the same in TOML as in JSON.
     written += [f"{name} = {json.dumps(value)}" for name, value in report.settings.items()]
-    try:
-        with replacing(path, aside=hidden_name(path)) as file:
-            file.write(("\n".join(written) + "\n").encode())
-    except OSError as error:
-        raise UsageError(f"--out {path}: {error.strerror}") from None
+    with command_line.written_out(path) as file:
+        file.write(("\n".join(written) + "\n").encode())

@@ -38,9 +38,7 @@ class TypedSet(callbacks.StandardSet):
         typed: the other options that were typed, by the names of the command's parameters.
     """
 
-    def __init__(
-        self, chosen: Iterable[callbacks.Callback], texts: Sequence[str] | None, typed: SimpleNamespace
-    ) -> None:
+    def __init__(self, chosen: Iterable[callbacks.Callback], texts: Sequence[str], typed: SimpleNamespace) -> None:
         made = make(texts)
         super().__init__(callbacks.complete(callbacks.StandardSet(chosen), made))
         only_one: tuple[type[callbacks.Callback], ...] = (callbacks.EvaluateBeside, *callbacks.STANDARD)
@@ -75,9 +73,9 @@ class TypedSet(callbacks.StandardSet):
         callback.register = given.register or callback.register
 
 
-def of_commands(texts: Iterable[str] | None) -> bool:
+def of_commands(texts: Iterable[str]) -> bool:
     """Whether another command has started this training, and has added a callback."""
-    return any(map(_OF_COMMANDS.fullmatch, texts or ()))
+    return any(map(_OF_COMMANDS.fullmatch, texts))
 
 
 def names() -> list[str]:
@@ -91,14 +89,14 @@ def _is_callback(name: str) -> bool:
     return isinstance(kind, type) and issubclass(kind, callbacks.Callback) and kind is not callbacks.Callback
 
 
-def make(texts: Sequence[str] | None) -> list[callbacks.Callback]:
+def make(texts: Sequence[str]) -> list[callbacks.Callback]:
     """Makes the callbacks that were typed.
 
     Raises:
         UsageError: there is no such callback, or an argument is no literal or not one that it takes.
     """
     made = []
-    for text in texts or ():
+    for text in texts:
         is_of_command = _OF_COMMANDS.fullmatch(text) is not None
         callback = _made_by_command(text) if is_of_command else _made(text)
         callback.typed = text

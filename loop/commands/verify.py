@@ -10,6 +10,7 @@ import re
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeAlias
 
@@ -20,7 +21,7 @@ from loop import backends
 from loop.backends import devices
 from loop.backends.base import Backend
 from loop.commands import diagnose, terminal
-from loop.data import in_float64, part
+from loop.data import part
 from loop.errors import UsageError
 from loop.model.variables import as_tf, trainable_variables, variable_names
 from loop.options import Options, phases_of, with_defaults
@@ -54,48 +55,29 @@ Arrays: TypeAlias = dict[str, np.ndarray]
 
 @dataclasses.dataclass
 class Comparison:
-    """A training on several replicas, compared with one on a single replica.
+    """A training on several replicas, compared with one on a single replica."""
 
-    Attributes:
-        precision: the precision of the layers.
-        engine: the backend.
-        replicas: the number of replicas.
-        differences: the largest relative difference by kind; nan if there are no numbers of this kind.
-        first: the name of the first number that differs, or "".
-        same: whether all differences are rounding.
-        note: why they could not be compared, or "".
-    """
-
-    precision: str
-    engine: str
-    replicas: int
+    precision: str  # the precision of the layers
+    engine: str  # the backend
+    replicas: int  # the number of replicas
+    # The largest relative difference by kind; nan if there are no numbers of this kind.
     differences: dict[str, float] = dataclasses.field(default_factory=dict)
-    first: str = ""
-    same: bool = False
-    note: str = ""
+    first: str = ""  # the name of the first number that differs, or ""
+    same: bool = False  # whether all differences are rounding
+    note: str = ""  # why they could not be compared, or ""
 
 
 @dataclasses.dataclass
 class Report:
-    """The result of `verify`.
+    """The result of `verify`."""
 
-    Attributes:
-        task: the name of the task.
-        batch_size: the size of the global batch.
-        steps: the number of steps.
-        comparisons: a comparison for each precision and backend.
-        causes: why numbers differ, or would differ with other data; as far as that can be known.
-        same: whether all numbers are the same everywhere.
-        devices: the devices on which they were compared, in words.
-    """
-
-    task: str
-    batch_size: int
-    steps: int
-    comparisons: list[Comparison]
-    causes: list[str]
-    same: bool
-    devices: str = ""
+    task: str  # the name of the task
+    batch_size: int  # the size of the global batch
+    steps: int  # the number of steps
+    comparisons: list[Comparison]  # a comparison for each precision and backend
+    causes: list[str]  # why numbers differ, or would differ with other data; as far as that can be known
+    same: bool  # whether all numbers are the same everywhere
+    devices: str = ""  # the devices on which they were compared, in words
 
 
 def verify(
@@ -109,14 +91,17 @@ def verify(
 ) -> Report:
     """Trains a task for a few steps in several ways, and compares gradients, weights, statistics and metrics.
 
+    The task's own options (`TrainTask.defaults`) are kept, except the length of the training, and those given here. It
+    trains on one device, and on each of these numbers of devices: GPUs if there are enough, else logical CPU devices.
+
     Args:
-        task: the task. Its own options (`TrainTask.defaults`) are kept, except the length of the training.
-        batch_size: the size of the global batch; None: the task's own.
-        replicas: the numbers of devices to train on, beside one: GPUs if there are enough, else logical CPU devices.
+        task: the task.
+        batch_size: the size of the global batch.
+        replicas: the numbers of devices.
         job: records the task in real processes, into a directory; returns an error, or "". None: no processes.
         job_engine: the backend of these processes.
         progress: is called with a text that says what is being done.
-        compile: `graph` or `xla`; None: the task's own.
+        compile: `graph` or `xla`.
 
     Raises:
         UsageError: the task can't be trained at all.
@@ -152,7 +137,7 @@ def verify(
     options = options_of(task, "float32", batch_size)
     # Even if all numbers agree: a mistake may change nothing with this data.
     causes = diagnose.causes(task, options)
-    if not causes and not all(comparison.same for comparison in comparisons):
+    if not causes and not all(map(attrgetter("same"), comparisons)):
         causes = [UNKNOWN]
     return Report(type(task).__name__, options["batch_size"], steps, comparisons, causes, not causes, compared_on)
 
@@ -180,8 +165,8 @@ def _why_not(task: TrainTask, error: BaseException) -> str:
     lines += map(int, re.findall(rf'File "{re.escape(file)}", line (\d+)', text))
     where = f" ({Path(file).name}, line {lines[-1]})" if lines else ""
     if not re.search(r"float32|\bfloat\b", text):
-        first = (text.strip().splitlines() or [""])[0][:200]
-        return f"can't be computed{where}: {type(error).__name__}: {first}"
+        first_line = text.strip().partition("\n")[0]
+        return f"can't be computed{where}: {type(error).__name__}: {first_line[:200]}"
     return (
         f"not compared: the task has float32 written into it{where}; what counts is the comparison in float32. To "
         "compare in float64, too, use the dtype of the batch, or keras.config.floatx()"
@@ -252,17 +237,15 @@ def _train(session: Session, steps_before: int, numbers: Arrays) -> int:
 def _few(data: Dataset, options: Options) -> Dataset:
     """The first examples of what a task returned, in the precision of the options."""
     # Two whole batches, and one of a single example: on several replicas, some have no row of it.
-    few = part(data, 2 * options["batch_size"] + 1)
-    return in_float64(few) if options["precision"] == "float64" else few
+    return diagnose.in_precision(part(data, 2 * options["batch_size"] + 1), options)
 
 
 def compare(precision: str, engine: str, replicas: int, reference: Arrays, numbers: Arrays) -> Comparison:
     """Compares recorded numbers with those of one replica; see `difference`."""
     comparison = Comparison(precision, engine, replicas)
-    for name in [*reference, *numbers]:
-        if name not in reference or name not in numbers:
-            comparison.note = f"only one of the two has {name}"
-            return comparison
+    if in_one := reference.keys() ^ numbers.keys():
+        comparison.note = f"only one of the two has {min(in_one)}"
+        return comparison
 
     scales = _scales(reference)
     for kind in KINDS:
@@ -365,7 +348,7 @@ def lines(report: Report) -> Iterator[tuple[str, bool | None]]:
     if report.same:
         yield "the same numbers everywhere", True
     # No number differs, but `diagnose` has found a mistake.
-    elif all(comparison.same for comparison in report.comparisons):
+    elif all(map(attrgetter("same"), report.comparisons)):
         yield "the numbers agree here by chance: with weights, or other data, they won't", False
     else:
         yield "not the same numbers", False

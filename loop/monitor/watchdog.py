@@ -15,10 +15,7 @@ from callbacks.run_record.redaction import tell
 class Watchdog:
     """Watches one worker. Every worker has one, so that their reports together show which one the others wait for.
 
-    Args:
-        rank: the rank of this worker.
-        workers: the number of workers.
-        stall_timeout: seconds without progress until it reports; None: never.
+    It reports after so many seconds without progress; None: never.
     """
 
     def __init__(self, rank: int, workers: int, stall_timeout: float | None) -> None:

@@ -46,12 +46,7 @@ def source_of(kind: type) -> str:
 
 
 def needed_statements(cells: Sequence[str], name: str) -> list[str]:
-    """The texts of the statements of cells that a name needs, in order.
-
-    Args:
-        cells: in the order in which they were executed. Those that can't be parsed are left out.
-        name: of a class.
-    """
+    """The texts of the statements of cells that a name needs, in order; cells that can't be parsed are left out."""
     statements: list[_Statement] = []
     for cell in cells:
         statements += _statements(cell)
@@ -74,12 +69,7 @@ def needed_statements(cells: Sequence[str], name: str) -> list[str]:
 
 
 class _Statement:
-    """A statement at the top level of a cell.
-
-    Args:
-        node: the statement.
-        cell: the text of the cell.
-    """
+    """A statement at the top level of a cell."""
 
     def __init__(self, node: ast.stmt, cell: str) -> None:
         decorators = getattr(node, "decorator_list", [])

@@ -30,8 +30,14 @@ Hint: TypeAlias = Any
 Value: TypeAlias = Any
 """The value of a field."""
 
+_origin: Callable[[Hint], Hint] = typing.get_origin
+"""The type without its arguments, such as list for list[int]; None for a type that takes none."""
 _BOOLS = {"true": True, "false": False, "1": True, "0": False}
 _CLOSING = {"[": "]", "(": ")"}
+_ENDS = _CLOSING | {'"': '"', "'": "'"}
+"""What ends a part of a text that begins so, and may have commas in it."""
+_SHOWN = {type(None): "None", bool: "bool (true or false)", ...: "..."}
+"""Types as messages show them; the last one is the second argument of `tuple[int, ...]`."""
 
 
 def set_fields(kind: type, assignments: Iterable[str], option: str = "--set") -> dict[str, Value]:
@@ -69,10 +75,7 @@ def typed(value: Value) -> str:
 def restored(kind: type, recorded: Mapping[str, Value], changed: Collection[str] | None = None) -> dict[str, Value]:
     """The values of a task's fields from the JSON values that a run has recorded; without those at their defaults.
 
-    Args:
-        kind: the task's class.
-        recorded: the values, by field.
-        changed: the fields that weren't at their defaults; None: the run hasn't recorded that.
+    `changed` has the fields that weren't at their defaults; None: the run hasn't recorded that.
 
     Raises:
         UsageError: the run has a text in place of an object, such as a function.
@@ -112,30 +115,22 @@ def plain(value: Value) -> Value:
 
 def split(text: str) -> list[str]:
     """The parts of a text between its commas. A part that starts with a bracket or a quote may have commas within."""
-    parts = []
-    part = ""
-    closing = ""  # what closes the brackets that are open, the innermost last
-    quote = ""
+    parts = [""]
+    ends = ""  # what ends the brackets and quotes that are open, the innermost last
     for character in text:
-        at_start = not part.strip()
-        if quote:
-            # Within quotes only the closing quote counts: brackets and commas are text.
-            if character == quote and not part.endswith("\\"):
-                quote = ""
-        elif character == "," and not closing:
-            parts.append(part)
-            part = ""
+        if character == "," and not ends:
+            parts.append("")
             continue
-        elif closing or at_start:
-            # Elsewhere, brackets and quotes are text, as in `it's`.
-            if character in "\"'":
-                quote = character
-            elif character in _CLOSING:
-                closing += _CLOSING[character]
-            else:
-                closing = closing.removesuffix(character)
-        part += character
-    return [*parts, part]
+        # Within quotes only the closing quote counts: brackets and commas are text.
+        in_quotes = ends.endswith(('"', "'"))
+        if character == ends[-1:]:
+            is_escaped = in_quotes and parts[-1].endswith("\\")
+            ends = ends if is_escaped else ends[:-1]
+        # Only these may open anything: elsewhere, brackets and quotes are text, as in `it's`.
+        elif character in _ENDS and not in_quotes and (ends or not parts[-1].strip()):
+            ends += _ENDS[character]
+        parts[-1] += character
+    return parts
 
 
 def _hints(kind: type) -> dict[str, Hint]:
@@ -183,11 +178,6 @@ def _parse(kind: type, name: str, text: str, option: str) -> Value:
     raise UsageError(f"{option} {name}={shown}: {shown!r} is no {_described(hint)}{form}")
 
 
-def _origin(hint: Hint) -> Any:
-    """The type without its arguments, such as list for list[int]; None for a type that takes none."""
-    return typing.get_origin(hint)
-
-
 def _alternatives(hint: Hint) -> tuple[Hint, ...]:
     """The types of a union; of any other type, the type itself."""
     is_union = isinstance(hint, types.UnionType) or _origin(hint) is typing.Union
@@ -220,10 +210,9 @@ def _one(kind: Hint, text: str) -> Value:
     Raises:
         ValueError, KeyError: it isn't one.
     """
-    origin = _origin(kind)
     if _is_sequence(kind):
         return _sequence(kind, text)
-    if origin is typing.Literal:
+    if _origin(kind) is typing.Literal:
         return _literal(typing.get_args(kind), text)
     if kind is bool:
         return _BOOLS[text.lower()]
@@ -294,8 +283,8 @@ def _typed_element(value: Value) -> str:
 def _literal(allowed: Iterable[Value], text: str) -> Value:
     """The value of a `Literal` that a text means."""
     for value in allowed:
-        ignores_case = isinstance(value, bool)  # `true`, as for a field of type bool
-        if str(value) == text or (ignores_case and str(value).lower() == text.lower()):
+        # `true`, as for a field of type bool.
+        if str(value) == (text.capitalize() if isinstance(value, bool) else text):
             return value
     raise ValueError
 
@@ -317,13 +306,13 @@ def _member(kind: type[enum.Enum], text: str) -> enum.Enum:
 
 def _can_be_typed(kind: Hint) -> bool:
     """Whether values of a type can be typed on a command line."""
-    origin = _origin(kind)
     if _is_sequence(kind):
         return all(_can_be_typed(element) for element in typing.get_args(kind) if element is not ...)
     kinds = _alternatives(kind)
     if len(kinds) > 1:
         return any(map(_can_be_typed, kinds))
-    return origin is typing.Literal or kind in (bool, int, float, str) or _is_class(kind, enum.Enum, PurePath)
+    is_literal = _origin(kind) is typing.Literal
+    return is_literal or kind in (bool, int, float, str) or _is_class(kind, enum.Enum, PurePath)
 
 
 def _takes_text(hint: Hint) -> bool:
@@ -343,12 +332,8 @@ def _described(hint: Hint) -> str:
     kinds = _alternatives(hint)
     if len(kinds) > 1:
         return " or ".join(map(_described, kinds))
-    if hint is type(None):
-        return "None"
-    if hint is bool:
-        return "bool (true or false)"
-    if hint is ...:  # the second argument of `tuple[int, ...]`
-        return "..."
+    if hint in _SHOWN:
+        return _SHOWN[hint]
     if _origin(hint) is typing.Literal:
         return f"Literal (one of {', '.join(map(str, typing.get_args(hint)))})"
     if _is_sequence(hint):

@@ -51,13 +51,7 @@ def check(target: str) -> None:
     """
     origin, _, name = target.rpartition(":")
     path = Path(origin) if origin.endswith(".py") else _module_file(origin, target)
-    if path is None:
-        return
-    tree = _parsed(path, origin, target)
-    if tree is None:
-        return
-    bindings = _bindings(tree)
-    if bindings is None:
+    if path is None or (tree := _parsed(path, origin, target)) is None or (bindings := _bindings(tree)) is None:
         return
     if name not in bindings:
         raise missing_class(target, classes(path))
@@ -100,16 +94,14 @@ def _parsed(path: Path, origin: str, target: str) -> ast.Module | None:
     """The file, parsed; None if it is too large or too deep for that."""
     try:
         content = path.read_bytes()
+        if b"\0" in content:
+            raise UsageError(f"TARGET {target!r}: {origin} is no text: give a Python file")
         if len(content) > _MOST_BYTES:
             return None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the import shows them
+        with warnings.catch_warnings(action="ignore"):  # the import shows them
             return ast.parse(content)
-    except (SyntaxError, ValueError) as error:
-        # For a NUL byte, Python raises one or the other, by its version.
-        if isinstance(error, SyntaxError) and b"\0" not in content:
-            raise UsageError(f"TARGET {target!r}: {origin}, line {error.lineno}: {error.msg}") from None
-        raise UsageError(f"TARGET {target!r}: {origin} is no text: give a Python file") from None
+    except SyntaxError as error:
+        raise UsageError(f"TARGET {target!r}: {origin}, line {error.lineno}: {error.msg}") from None
     except (OSError, RecursionError, MemoryError):
         return None
 
@@ -132,11 +124,10 @@ def _bindings(tree: ast.Module) -> dict[str, ast.stmt] | None:
     """The names that a module may define, each with the outermost statement that does; None if there may be more."""
     if any(map(_defines_names, ast.walk(tree))):
         return None
-    nodes = {}
+    nodes: dict[str, ast.stmt] = {}
     try:
         for node in tree.body:
-            for name in bound_by(node):
-                nodes[name] = node
+            nodes |= dict.fromkeys(bound_by(node), node)
     except RecursionError:
         return None
     return nodes

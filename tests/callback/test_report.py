@@ -472,8 +472,8 @@ def test_chromium_shows_them_in_light_and_dark_without_an_error(lived, tmp_path)
             "loss": [(1, 1.0), (2, 0.5), (3, math.nan), (4, 0.1)], NASTY[1]: [(1, 2.0)], "eval_loss": [(1, 1.2345e-30)],
         },
     )  # fmt: skip
-    pages_.write(tmp_path / "bad.html", report.html(bad))
-    pages_.write(tmp_path / "both.html", comparison.html([of, bad]))
+    (tmp_path / "bad.html").write_text(report.html(bad))
+    (tmp_path / "both.html").write_text(comparison.html([of, bad]))
 
     async def look(tab):
         for path in (lived[0].run_dir / report.NAME, tmp_path / "bad.html", tmp_path / "both.html"):

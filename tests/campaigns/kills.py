@@ -10,7 +10,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from loop.commands.chaos import WRITING, Plan, chaos, lines
+from loop.commands.chaos import Plan, chaos, lines
+from loop.commands.killed_run import WRITING
 
 ENGINES = {
     "single": (18, ["--backend=single"]),

@@ -11,6 +11,7 @@ from loop import UsageError
 from loop.commands import terminal, tune
 from loop.commands.trial import reason
 from loop.commands.tune import Report, Row, _Tuner
+from loop.errors import TrainingError
 
 ABOUT = {
     "options": {"compile": "graph", "steps_per_call": "auto", "prefetch": 2, "batch_size": 32},
@@ -79,7 +80,7 @@ def test_what_fails_is_told_and_not_taken():
     assert found.best.changes == {}
     lines = "\n".join(map(terminal.as_text, tune.lines(found))).splitlines()
     assert any("compile xla" in line and "failed: no XLA here" in line for line in lines)
-    with pytest.raises(tune.TrainingError, match="no data"):
+    with pytest.raises(TrainingError, match="no data"):
         Planned(lambda changes: "no data").tune(["compile"], False)
 
 

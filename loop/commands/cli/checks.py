@@ -6,8 +6,6 @@ import os
 import sys
 from pathlib import Path
 
-import typer
-
 from callbacks.run_record.record import read, read_about
 from callbacks.run_record.redaction import tell
 from loop.checkpoint.store import address
@@ -15,9 +13,9 @@ from loop.commands import command_line, runs
 from loop.commands import rerun as rerun_
 from loop.commands.cli import check_options as check
 from loop.commands.cli import options as typed
-from loop.commands.cli.output import show, shown_stages, stopped_clean
+from loop.commands.cli.output import end, show, shown_stages, stopped_clean
 from loop.commands.cli.training import train_options
-from loop.errors import FAILED, PREEMPTED, UsageError
+from loop.errors import PREEMPTED, UsageError
 from loop.launch import signals, stderr
 from loop.launch.backend_choice import choose_backend, choose_for_command, job_backend
 from loop.launch.fixed_job import run_job
@@ -28,7 +26,7 @@ from loop.target import task_loader
 
 def verify(
     target_: typed.Target,
-    set_: typed.Set = None,
+    set_: typed.Set = typed.UNTYPED,
     batch_size: check.VerifyBatchSize = None,
     compile_: check.VerifyCompile = None,
     processes: check.Processes = True,
@@ -39,7 +37,7 @@ def verify(
     with_defaults(None, {"batch_size": batch_size, "compile": compile_})
     task_loader.check(target_)
     if record is not None:  # this process is a worker of the job below
-        _record(target_, set_ or (), batch_size, compile_, record)
+        _record(target_, set_, batch_size, compile_, record)
         return
 
     def job(directory: Path) -> str:
@@ -57,16 +55,16 @@ def verify(
         if not devices.use_gpus():
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # of the processes, too
         backend = job_backend()[0]
-        task = task_loader.load(target_, set_ or ())
+        task = task_loader.load(target_, set_)
         report = verify_.verify(
             task, batch_size, job=job if processes else None, job_engine=backend, progress=progress, compile=compile_
         )
     show(verify_.as_json(report), verify_.lines(report), as_json)
-    raise typer.Exit(0 if report.same else FAILED)
+    end(report.same)
 
 
 def _record(
-    target_: str, assignments: list[str] | tuple[()], batch_size: int | None, compile_: str | None, directory: Path
+    target_: str, assignments: list[str], batch_size: int | None, compile_: str | None, directory: Path
 ) -> None:
     """What `verify` does in a worker of its job."""
     with reporting() as report:
@@ -112,13 +110,13 @@ def rerun(
     task_target: typed.TaskTarget = None,
     trust: typed.Trust = False,
     run_dir: typed.TrainRunDir = None,
-    root: typed.Root = None,
+    root: typed.Root = runs.ROOT,
     as_json: typed.AsJson = False,
 ) -> None:
     """Train a run again, and compare the bits of the weights."""
     from loop.run.trust import known_target, target_of
 
-    path = runs.locate(root or runs.ROOT, run)
+    path = runs.locate(root, run)
     runs.refuse_sweep(path)
     record = read(path)
     about = read_about(path)
@@ -133,7 +131,7 @@ def rerun(
     with stderr.quiet_start():
         report = rerun_.compare(path, second)
     show(rerun_.as_json(report), rerun_.lines(report), as_json)
-    raise typer.Exit(0 if report.exact else FAILED)
+    end(report.exact)
 
 
 def chaos(
@@ -144,7 +142,7 @@ def chaos(
     batch_size: typed.BatchSize = None,
     backend: typed.Backend = None,
     workers: typed.Workers = None,
-    set_: typed.Set = None,
+    set_: typed.Set = typed.UNTYPED,
     checkpoint_every: check.ChaosCheckpointEvery = None,
     migrate: check.ChaosMigrate = False,
     store: check.ChaosStore = None,
@@ -168,7 +166,7 @@ def chaos(
     task_loader.check(target_)
     choose_for_command(backend or "auto", workers)
     _refuse_used(keep)
-    arguments = command_line.arguments(options | {"workers": workers}, set_ or ())
+    arguments = command_line.arguments(options | {"workers": workers}, set_)
     left = f"what was made is in {keep}" if keep else "nothing is left behind"
     with (
         stopped_clean(left),
@@ -178,7 +176,7 @@ def chaos(
     ):
         report = chaos_.chaos([target_, *arguments], plan, keep or Path(directory), progress)
     show(chaos_.as_json(report), chaos_.lines(report), as_json)
-    raise typer.Exit(0 if report.exact else FAILED)
+    end(report.exact)
 
 
 def _refuse_chosen(backend: str | None, workers: int | None) -> None:

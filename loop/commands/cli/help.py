@@ -6,6 +6,7 @@ terminal its headings are bold.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,18 +53,15 @@ class Command(TyperCommand):
     """A command whose help has its options by theme."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
+        shown = [parameter for parameter in self.get_params(ctx) if parameter.get_help_record(ctx)]
         rows: list[Row] = []
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                is_argument = parameter.param_type_name == "argument"
-                theme = ARGUMENTS if is_argument else getattr(parameter, "rich_help_panel", None) or REST
-                rows.append((theme, *record))
-        if len(rows) <= _GROUPED:  # a short help needs no headings
-            ungrouped: list[Row] = []
-            for theme, name, text in rows:
-                ungrouped.append((theme if theme == ARGUMENTS else REST, name, text))
-            rows = ungrouped
+        for parameter in shown:
+            theme = getattr(parameter, "rich_help_panel", None) or REST
+            if parameter.param_type_name == "argument":
+                theme = ARGUMENTS
+            elif len(shown) <= _GROUPED:  # a short help needs no headings
+                theme = REST
+            rows.append((theme, *parameter.get_help_record(ctx)))  # type: ignore[misc]
         _write(formatter, rows)
 
 
@@ -85,18 +83,12 @@ def _write(formatter: Any, rows: Sequence[Row]) -> None:
     """Writes rows by their themes; in all of them the texts are flush."""
     # Each theme is a list of its own to the formatter: padded by hand, all of them have one column of texts.
     widest = max(len(name) for _, name, _ in rows)
-    for theme in _ORDER:
-        entries = []
-        for row_theme, name, text in rows:
-            if row_theme == theme:
-                entries.append((name.ljust(min(widest, 30)), text))
-        if entries:
-            with formatter.section(_heading(theme)):
-                formatter.write_dl(entries)
-
-
-def _heading(text: str) -> str:
-    return text if terminal.plain() else typer.style(text, bold=True)
+    entries = defaultdict(list)
+    for theme, name, text in rows:
+        entries[theme].append((name.ljust(min(widest, 30)), text))
+    for theme in sorted(entries, key=_ORDER.index):
+        with formatter.section(terminal.title(theme)):
+            formatter.write_dl(entries[theme])
 
 
 def add(app: typer.Typer, theme: str, commands: dict[str, Callable[..., None]], **classes: type[Command]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, BadParameter, Option
 
@@ -37,8 +38,21 @@ def _file(text: str | Path) -> Path:
 written_file = _told(_file)
 """The parser of an option that names a file to write."""
 
+# An option of each theme of the help.
+_first = partial(Option, rich_help_panel=help_.FIRST)
+_length = partial(Option, rich_help_panel=help_.LENGTH)
+_devices = partial(Option, rich_help_panel=help_.DEVICES)
+_hosts = partial(Option, rich_help_panel=help_.HOSTS)
+_numbers = partial(Option, rich_help_panel=help_.NUMBERS)
+_speed = partial(Option, rich_help_panel=help_.SPEED)
+_saving = partial(Option, rich_help_panel=help_.SAVING)
+_tracking = partial(Option, rich_help_panel=help_.TRACKING)
+_trouble = partial(Option, rich_help_panel=help_.TROUBLE)
+
 # None means that an option wasn't typed: the task's own default counts then, which a signature can't know. Where the
 # type has no None, the default in the command's signature is the default.
+UNTYPED: list[Any] = []
+"""The default of an option that can be repeated."""
 
 # Of many commands.
 Target = Annotated[
@@ -61,294 +75,151 @@ TaskTarget = Annotated[
     str | None, Option("--target", help="The task, if not the one with which you trained there on this machine.")
 ]
 Trust = Annotated[bool, Option("--trust", help="Use what the directory itself names: code that it names is run.")]
-Set = Annotated[
-    list[str] | None,
-    Option("--set", metavar="KEY=VALUE", help="A field of the task; repeatable.", rich_help_panel=help_.FIRST),
-]
-Epochs = Annotated[int | None, Option(help="Passes over the training data.", rich_help_panel=help_.FIRST)]
-Steps = Annotated[int | None, Option(help="Optimizer steps, instead of epochs.", rich_help_panel=help_.FIRST)]
-BatchSize = Annotated[int | None, Option(help="The global batch, over all replicas.", rich_help_panel=help_.FIRST)]
+Set = Annotated[list[str], _first("--set", metavar="KEY=VALUE", help="A field of the task; repeatable.")]
+Epochs = Annotated[int | None, _first(help="Passes over the training data.")]
+Steps = Annotated[int | None, _first(help="Optimizer steps, instead of epochs.")]
+BatchSize = Annotated[int | None, _first(help="The global batch, over all replicas.")]
 Backend = Annotated[
     str | None,
-    Option(
+    _first(
         help="auto, single, mirrored, central, multiworker, horovod, parameter_server, tpu, or a plug-in's name.",
         autocompletion=completion.backends,
-        rich_help_panel=help_.FIRST,
     ),
 ]
-Workers = Annotated[
-    int | None, Option(help="Processes on this machine; with mirrored, central: replicas.", rich_help_panel=help_.FIRST)
-]
+Workers = Annotated[int | None, _first(help="Processes on this machine; with mirrored, central: replicas.")]
 AsJson = Annotated[bool, Option("--json", help="The last line of stdout is the result as JSON.")]
-Seed = Annotated[int | None, Option(help="Of initial weights and of the data's order.", rich_help_panel=help_.FIRST)]
+Seed = Annotated[int | None, _first(help="Of initial weights and of the data's order.")]
 EvalEvery = Annotated[
-    str | None,
-    Option(
-        help="epoch, never, or a number of steps; or val=epoch,test=500 of several sets.", rich_help_panel=help_.LENGTH
-    ),
+    str | None, _length(help="epoch, never, or a number of steps; or val=epoch,test=500 of several sets.")
 ]
 EvalBeside = Annotated[
-    str | None,
-    Option(metavar="cpu|gpu:N", help="Evaluate its checkpoints in a process beside it.", rich_help_panel=help_.LENGTH),
+    str | None, _length(metavar="cpu|gpu:N", help="Evaluate its checkpoints in a process beside it.")
 ]
-Track = Annotated[str | None, Option(help="MLflow's tracking URI, or off.", rich_help_panel=help_.FIRST)]
+Track = Annotated[str | None, _first(help="MLflow's tracking URI, or off.")]
 Replicas = Annotated[int | None, Option(help="Replicas, with mirrored or central.")]
 Config = Annotated[
-    list[Path] | None,
-    Option(
-        "--config",
-        help="A TOML or YAML file of train's options, and a table [set]; what is typed wins. Repeatable.",
-        rich_help_panel=help_.FIRST,
+    list[Path],
+    _first(
+        "--config", help="A TOML or YAML file of train's options, and a table [set]; what is typed wins. Repeatable."
     ),
 ]
-Root = Annotated[
-    Path | None,
-    Option(
-        parser=_told(directories.root),
-        metavar="DIR|URL",
-        help="Where the runs are; runs/ if not given.",
-        show_default=False,
-    ),
-]
+_root = Option(
+    parser=_told(directories.root),
+    metavar="DIR|URL",
+    help="Where the runs are; runs/ if not given.",
+    show_default=False,
+)
+Root = Annotated[Path, _root]
+GroupRoot = Annotated[Path | None, _root]  # of the commands of `runs`; None: what stands before their name counts
 _NAMED = "A name, the beginning of one, a path, a URL, or latest."
 Name = Annotated[str, Argument(metavar="RUN", help=_NAMED, autocompletion=completion.runs)]
 Names = Annotated[list[str], Argument(metavar="RUN", help=_NAMED, autocompletion=completion.runs)]
 
 # Of train: devices, servers and hosts.
-Ps = Annotated[int | None, Option(help="Parameter servers, with parameter_server; 1.", rich_help_panel=help_.DEVICES)]
+Ps = Annotated[int | None, _devices(help="Parameter servers, with parameter_server; 1.")]
 MinShardBytes = Annotated[
-    int | None,
-    Option(
-        help="Cut variables into shards of at least so many bytes, over the --ps servers.",
-        rich_help_panel=help_.DEVICES,
-    ),
+    int | None, _devices(help="Cut variables into shards of at least so many bytes, over the --ps servers.")
 ]
 Partition = Annotated[
     str | None,
-    Option(
-        metavar="HOW",
-        help="Cut variables of parameter servers: fixed:N shards, min:SIZE or max:SIZE of a shard.",
-        rich_help_panel=help_.DEVICES,
+    _devices(
+        metavar="HOW", help="Cut variables of parameter servers: fixed:N shards, min:SIZE or max:SIZE of a shard."
     ),
 ]
 Communication = Annotated[
     str,
-    Option(
-        metavar="HOW",
-        help="Of gradients: auto; multiworker: ring, nccl; mirrored: nccl, hierarchical, one-device.",
-        rich_help_panel=help_.DEVICES,
+    _devices(
+        metavar="HOW", help="Of gradients: auto; multiworker: ring, nccl; mirrored: nccl, hierarchical, one-device."
     ),
 ]
 Hosts = Annotated[
-    str | None,
-    Option(
-        "--hosts",
-        metavar="H1:4,H2:4",
-        help="Processes on several hosts, started over ssh.",
-        rich_help_panel=help_.HOSTS,
-    ),
+    str | None, _hosts("--hosts", metavar="H1:4,H2:4", help="Processes on several hosts, started over ssh.")
 ]
-Launcher = Annotated[
-    str | None,
-    Option(metavar="ray", help="What starts the workers, if not tfloop itself: ray.", rich_help_panel=help_.HOSTS),
-]
-Address = Annotated[
-    str | None, Option(metavar="HOST:PORT", help="The head of the Ray cluster, or auto.", rich_help_panel=help_.HOSTS)
-]
-CpusPerWorker = Annotated[
-    int | None, Option(metavar="N", help="CPUs that Ray counts for each worker; 1.", rich_help_panel=help_.HOSTS)
-]
-Placement = Annotated[
-    str | None, Option(help="Ray: pack (few nodes, the default) or spread.", rich_help_panel=help_.HOSTS)
-]
-Interface = Annotated[
-    str | None,
-    Option(help="Where the hosts meet, if not as ssh finds them: eth1, or 10.0.0.0/24.", rich_help_panel=help_.HOSTS),
-]
-RemotePython = Annotated[
-    str | None, Option(help="Python on the other hosts, if not at the same path.", rich_help_panel=help_.HOSTS)
-]
+Launcher = Annotated[str | None, _hosts(metavar="ray", help="What starts the workers, if not tfloop itself: ray.")]
+Address = Annotated[str | None, _hosts(metavar="HOST:PORT", help="The head of the Ray cluster, or auto.")]
+CpusPerWorker = Annotated[int | None, _hosts(metavar="N", help="CPUs that Ray counts for each worker; 1.")]
+Placement = Annotated[str | None, _hosts(help="Ray: pack (few nodes, the default) or spread.")]
+Interface = Annotated[str | None, _hosts(help="Where the hosts meet, if not as ssh finds them: eth1, or 10.0.0.0/24.")]
+RemotePython = Annotated[str | None, _hosts(help="Python on the other hosts, if not at the same path.")]
 Devices = Annotated[
-    str | None,
-    Option(
-        metavar="LIST", help="With mirrored, central: a replica on each, as gpu:0,gpu:2.", rich_help_panel=help_.DEVICES
-    ),
+    str | None, _devices(metavar="LIST", help="With mirrored, central: a replica on each, as gpu:0,gpu:2.")
 ]
 DevicesPerReplica = Annotated[
-    int | None,
-    Option(
-        metavar="N",
-        help="A model is spread over so many devices by loop.device (single, horovod).",
-        rich_help_panel=help_.DEVICES,
-    ),
+    int | None, _devices(metavar="N", help="A model is spread over so many devices by loop.device (single, horovod).")
 ]
-Tpu = Annotated[
-    str | None, Option(metavar="NAME", help="The TPU, for the backend tpu; TPU_NAME.", rich_help_panel=help_.DEVICES)
-]
+Tpu = Annotated[str | None, _devices(metavar="NAME", help="The TPU, for the backend tpu; TPU_NAME.")]
 Elastic = Annotated[
-    str | None,
-    Option(
-        "--elastic", metavar="MIN:MAX", help="Go on while so many workers live (horovod).", rich_help_panel=help_.HOSTS
-    ),
+    str | None, _hosts("--elastic", metavar="MIN:MAX", help="Go on while so many workers live (horovod).")
 ]
 Discovery = Annotated[
-    Path | None,
-    Option(metavar="SCRIPT", help="With --elastic: prints host:slots, asked each second.", rich_help_panel=help_.HOSTS),
+    Path | None, _hosts(metavar="SCRIPT", help="With --elastic: prints host:slots, asked each second.")
 ]
 
 # Of train: the run, its numbers and its speed.
 TrainRunDir = Annotated[
     Path | None,
-    Option(
+    _first(
         parser=_told(address.run_dir),  # a URL stays a text, whatever the annotation says
         metavar="DIR|URL",
         help="The run directory, or s3://bucket/path (gs, az, https, file); a new one below runs/ if not given.",
-        rich_help_panel=help_.FIRST,
     ),
 ]
-Resume = Annotated[str | None, Option(help="auto, never, or the path of a checkpoint.", rich_help_panel=help_.SAVING)]
-Shuffle = Annotated[
-    bool | None, Option("--shuffle/--no-shuffle", help="Permute the data each epoch.", rich_help_panel=help_.LENGTH)
-]
+Resume = Annotated[str | None, _saving(help="auto, never, or the path of a checkpoint.")]
+Shuffle = Annotated[bool | None, _length("--shuffle/--no-shuffle", help="Permute the data each epoch.")]
 DropRemainder = Annotated[
-    bool | None,
-    Option(
-        "--drop-remainder/--no-drop-remainder",
-        help="Leave out an epoch's last batch if it is short.",
-        rich_help_panel=help_.LENGTH,
-    ),
+    bool | None, _length("--drop-remainder/--no-drop-remainder", help="Leave out an epoch's last batch if it is short.")
 ]
-Precision = Annotated[
-    str | None, Option(help="float32, float64, bfloat16 or mixed_float16.", rich_help_panel=help_.NUMBERS)
-]
-Accumulate = Annotated[int | None, Option(help="Micro-batches in a global batch.", rich_help_panel=help_.NUMBERS)]
-Compression = Annotated[
-    str | None, Option(help="Of gradients between replicas: none, fp16 or bf16.", rich_help_panel=help_.NUMBERS)
-]
-Groups = Annotated[
-    int | None, Option(help="Collectives in which gradients are reduced.", rich_help_panel=help_.NUMBERS)
-]
-Reduction = Annotated[
-    str | None, Option(help="Of gradients: sum; or adasum, which is inexact.", rich_help_panel=help_.NUMBERS)
-]
-LocalSteps = Annotated[
-    int | None,
-    Option(help="Steps that replicas make between two averages: inexact; 1: exact.", rich_help_panel=help_.NUMBERS),
-]
-ClipNorm = Annotated[float | None, Option(help="Greatest global norm of the gradient.", rich_help_panel=help_.NUMBERS)]
-ClipValue = Annotated[
-    float | None, Option(help="Greatest absolute value in the gradient.", rich_help_panel=help_.NUMBERS)
-]
-OnNonfinite = Annotated[
-    str | None, Option(help="stop or skip, when a gradient is not finite.", rich_help_panel=help_.NUMBERS)
-]
-AcceptChanges = Annotated[
-    bool | None,
-    Option("--accept-changes", help="Go on with other settings than the run had.", rich_help_panel=help_.SAVING),
-]
-StallTimeout = Annotated[
-    float | None, Option(help="Seconds after which a run that hangs says where.", rich_help_panel=help_.TROUBLE)
-]
-Profile = Annotated[
-    str | None,
-    Option(metavar="A:B", help="Trace steps A to B, and tell where the time goes.", rich_help_panel=help_.TROUBLE),
-]
+Precision = Annotated[str | None, _numbers(help="float32, float64, bfloat16 or mixed_float16.")]
+Accumulate = Annotated[int | None, _numbers(help="Micro-batches in a global batch.")]
+Compression = Annotated[str | None, _numbers(help="Of gradients between replicas: none, fp16 or bf16.")]
+Groups = Annotated[int | None, _numbers(help="Collectives in which gradients are reduced.")]
+Reduction = Annotated[str | None, _numbers(help="Of gradients: sum; or adasum, which is inexact.")]
+LocalSteps = Annotated[int | None, _numbers(help="Steps that replicas make between two averages: inexact; 1: exact.")]
+ClipNorm = Annotated[float | None, _numbers(help="Greatest global norm of the gradient.")]
+ClipValue = Annotated[float | None, _numbers(help="Greatest absolute value in the gradient.")]
+OnNonfinite = Annotated[str | None, _numbers(help="stop or skip, when a gradient is not finite.")]
+AcceptChanges = Annotated[bool | None, _saving("--accept-changes", help="Go on with other settings than the run had.")]
+StallTimeout = Annotated[float | None, _trouble(help="Seconds after which a run that hangs says where.")]
+Profile = Annotated[str | None, _trouble(metavar="A:B", help="Trace steps A to B, and tell where the time goes.")]
 SyncBatchNorm = Annotated[
-    bool | None,
-    Option(
-        "--sync-batch-norm/--no-sync-batch-norm",
-        help="Its statistics over all replicas.",
-        rich_help_panel=help_.NUMBERS,
-    ),
+    bool | None, _numbers("--sync-batch-norm/--no-sync-batch-norm", help="Its statistics over all replicas.")
 ]
 ShardOptimizer = Annotated[
-    bool | None,
-    Option(
-        "--shard-optimizer",
-        help="Each replica holds a part of the optimizer's state: saves memory.",
-        rich_help_panel=help_.SPEED,
-    ),
+    bool | None, _speed("--shard-optimizer", help="Each replica holds a part of the optimizer's state: saves memory.")
 ]
-Ema = Annotated[float | None, Option(help="Decay of a moving average of the weights.", rich_help_panel=help_.NUMBERS)]
+Ema = Annotated[float | None, _numbers(help="Decay of a moving average of the weights.")]
 Remat = Annotated[
-    str | None,
-    Option(
-        metavar="full|64MB|NAMES",
-        help="Layers computed again on the way back, to save memory.",
-        rich_help_panel=help_.SPEED,
-    ),
+    str | None, _speed(metavar="full|64MB|NAMES", help="Layers computed again on the way back, to save memory.")
 ]
-Compile = Annotated[
-    str | None, Option("--compile", help="graph, xla, or auto: the faster one.", rich_help_panel=help_.SPEED)
-]
-StepsPerCall = Annotated[str | None, Option(help="Steps in a compiled call, or auto.", rich_help_panel=help_.SPEED)]
-Prefetch = Annotated[
-    str | None, Option(help="Batches that a stream is read ahead, or auto.", rich_help_panel=help_.SPEED)
-]
-Threads = Annotated[
-    int | None, Option(help="TensorFlow's threads in each worker; its share of the cores.", rich_help_panel=help_.SPEED)
-]
+Compile = Annotated[str | None, _speed("--compile", help="graph, xla, or auto: the faster one.")]
+StepsPerCall = Annotated[str | None, _speed(help="Steps in a compiled call, or auto.")]
+Prefetch = Annotated[str | None, _speed(help="Batches that a stream is read ahead, or auto.")]
+Threads = Annotated[int | None, _speed(help="TensorFlow's threads in each worker; its share of the cores.")]
 
 # Of train: saving, tracking and trouble.
 CheckpointEvery = Annotated[
-    str | None,
-    Option(
-        help="epoch, a number of steps, or a time such as 10m; auto: epochs, at most one in 10 s.",
-        rich_help_panel=help_.SAVING,
-    ),
+    str | None, _saving(help="epoch, a number of steps, or a time such as 10m; auto: epochs, at most one in 10 s.")
 ]
-TrackWait = Annotated[
-    float | None, Option(help="How long the end may wait for MLflow, in seconds: 60.", rich_help_panel=help_.TRACKING)
-]
-Tag = Annotated[
-    list[str] | None,
-    Option(metavar="KEY=VALUE", help="A tag of the run in MLflow; repeatable.", rich_help_panel=help_.TRACKING),
-]
+TrackWait = Annotated[float | None, _tracking(help="How long the end may wait for MLflow, in seconds: 60.")]
+Tag = Annotated[list[str], _tracking(metavar="KEY=VALUE", help="A tag of the run in MLflow; repeatable.")]
 LogModel = Annotated[
-    bool,
-    Option(
-        "--log-model",
-        help="At the end, MLflow gets the model, with signature and input example.",
-        rich_help_panel=help_.TRACKING,
-    ),
+    bool, _tracking("--log-model", help="At the end, MLflow gets the model, with signature and input example.")
 ]
 Register = Annotated[
-    str | None,
-    Option(
-        metavar="NAME",
-        help="Register the model in MLflow by this name; with --log-model.",
-        rich_help_panel=help_.TRACKING,
-    ),
+    str | None, _tracking(metavar="NAME", help="Register the model in MLflow by this name; with --log-model.")
 ]
 StartTimeout = Annotated[
-    float | None,
-    Option(help="Seconds that all workers have to start; TFLOOP_START_TIMEOUT, or 120.", rich_help_panel=help_.HOSTS),
+    float | None, _hosts(help="Seconds that all workers have to start; TFLOOP_START_TIMEOUT, or 120.")
 ]
-Overfit = Annotated[
-    int | None,
-    Option(metavar="N", help="Train and evaluate on the first N global batches alone.", rich_help_panel=help_.LENGTH),
-]
-Keep = Annotated[str | None, Option(help="Which weights are the result: last, or best.", rich_help_panel=help_.LENGTH)]
+Overfit = Annotated[int | None, _length(metavar="N", help="Train and evaluate on the first N global batches alone.")]
+Keep = Annotated[str | None, _length(help="Which weights are the result: last, or best.")]
 DryRun = Annotated[
-    bool,
-    Option(
-        "--dry-run",
-        help="Make two steps and an evaluation, show what they tell, keep nothing.",
-        rich_help_panel=help_.LENGTH,
-    ),
+    bool, _length("--dry-run", help="Make two steps and an evaluation, show what they tell, keep nothing.")
 ]
-Debug = Annotated[
-    bool,
-    Option(
-        "--debug", help="If it fails in code that isn't tfloop's: the whole traceback.", rich_help_panel=help_.TROUBLE
-    ),
-]
+Debug = Annotated[bool, _trouble("--debug", help="If it fails in code that isn't tfloop's: the whole traceback.")]
 Callback = Annotated[
-    list[str] | None,
-    Option(
-        help="A callback of tfloop's: TensorBoard, or \"EarlyStopping(metric='eval_loss')\"; repeatable.",
-        rich_help_panel=help_.LENGTH,
-    ),
+    list[str],
+    _length(help="A callback of tfloop's: TensorBoard, or \"EarlyStopping(metric='eval_loss')\"; repeatable."),
 ]
 
 # Of evaluate, and of predict.

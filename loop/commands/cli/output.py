@@ -16,7 +16,7 @@ from callbacks.progress import Stages
 from callbacks.run_record.journal import jsonable
 from callbacks.run_record.redaction import redact, tell
 from loop.commands import command_line, terminal
-from loop.errors import PREEMPTED
+from loop.errors import FAILED, PREEMPTED
 from loop.launch import signals
 
 if TYPE_CHECKING:
@@ -46,6 +46,11 @@ def show(result: object, lines: Iterable[Line], as_json: bool) -> None:
         print(result if isinstance(result, str) else json.dumps(jsonable(redact(result))))
     else:
         terminal.write(_in_color(line) for line in lines)
+
+
+def end(is_good: bool) -> NoReturn:
+    """Ends a command that has shown its result, with the exit code for good or bad news."""
+    raise typer.Exit(0 if is_good else FAILED)
 
 
 def _in_color(line: Line) -> RenderableType:

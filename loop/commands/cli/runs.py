@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer
 
+from callbacks import files
 from callbacks.formats import size
 from callbacks.run_record.record import printable, read
 from callbacks.run_record.redaction import tell
@@ -22,11 +23,11 @@ runs_app = typer.Typer(help="List, show, compare and remove runs.", rich_markup_
 @runs_app.callback(invoke_without_command=True)
 def list_runs(
     context: typer.Context,
-    filter_: listing.Filter = None,
+    filter_: listing.Filter = typed.UNTYPED,
     sort: listing.Sort = None,
     metric: listing.Metric = None,
     as_json: typed.AsJson = False,
-    root: typed.Root = None,
+    root: typed.Root = runs.ROOT,
 ) -> None:
     """List runs; with a command, show, compare or remove them."""
     context.obj = root  # for the commands of the group: `runs --root DIR show RUN`
@@ -34,7 +35,7 @@ def list_runs(
         if filter_ or sort or metric or as_json:
             raise UsageError(f"runs {context.invoked_subcommand}: give its options behind it")
         return
-    records = runs.listed(root or runs.ROOT, filter_ or (), sort, metric)
+    records = runs.listed(root, filter_, sort, metric)
     if as_json:
         print(runs.as_json(records))
     elif records:
@@ -49,10 +50,10 @@ def show_run(
     run: typed.Name,
     metric: listing.Drawn = None,
     as_json: typed.AsJson = False,
-    root: typed.Root = None,
+    root: typed.GroupRoot = None,
 ) -> None:
     """Show a run: curves, parameters, checkpoints, and where its time went."""
-    record = read(runs.locate(root or context.obj or runs.ROOT, run))
+    record = read(runs.locate(root or context.obj, run))
     if as_json:
         print(runs.shown_as_json(record))
     else:
@@ -61,18 +62,17 @@ def show_run(
 
 @runs_app.command("compare")
 def compare_runs(
-    context: typer.Context, names: typed.Names, metric: listing.Metric = None, root: typed.Root = None
+    context: typer.Context, names: typed.Names, metric: listing.Metric = None, root: typed.GroupRoot = None
 ) -> None:
     """Show what runs differ in, and their curves in one plot."""
-    folder = root or context.obj or runs.ROOT
-    records = [read(runs.locate(folder, name, checkpoints=False)) for name in names]
+    records = [read(runs.locate(root or context.obj, name, checkpoints=False)) for name in names]
     terminal.write(runs.compare(records, metric))
 
 
 @runs_app.command("diff")
-def diff_runs(context: typer.Context, first: typed.Name, second: typed.Name, root: typed.Root = None) -> None:
+def diff_runs(context: typer.Context, first: typed.Name, second: typed.Name, root: typed.GroupRoot = None) -> None:
     """Show what two runs differ in: settings, versions, data, commit, and the lines of their code."""
-    folder = root or context.obj or runs.ROOT
+    folder = root or context.obj
     one = read(runs.locate(folder, first, checkpoints=False))
     other = read(runs.locate(folder, second, checkpoints=False))
     terminal.write(runs.diff(one, other))
@@ -83,10 +83,10 @@ def remove_runs(
     context: typer.Context,
     names: typed.Names,
     yes: listing.Yes = False,
-    root: typed.Root = None,
+    root: typed.GroupRoot = None,
 ) -> None:
     """Remove runs with all that is in their directories; asks first. What MLflow has stays."""
-    folder = root or context.obj or runs.ROOT
+    folder = root or context.obj
     # Two names may mean the same run, which is removed once.
     paths = list(dict.fromkeys(runs.locate(folder, name, checkpoints=False) for name in names))
     # All are checked before the first one is removed.
@@ -119,11 +119,11 @@ def tail(
     run: typed.Name,
     count: listing.Count = 10,
     follow: listing.Follow = True,
-    root: typed.Root = None,
+    root: typed.Root = runs.ROOT,
 ) -> None:
     """Follow a run: a line for each event, until it ends."""
     try:
-        for line in runs.tail(runs.locate(root or runs.ROOT, run, checkpoints=False), count, follow):
+        for line in runs.tail(runs.locate(root, run, checkpoints=False), count, follow):
             terminal.write([line])
     except KeyboardInterrupt:  # the usual end of watching, not an error
         tell("the run goes on without being watched")
@@ -133,14 +133,14 @@ def tail(
 def report(
     names: listing.ReportNames,
     out: listing.ReportOut = None,
-    root: typed.Root = None,
+    root: typed.Root = runs.ROOT,
 ) -> None:
     """Make the page of a run anew, or one that compares several. It has curves, settings, time and faults."""
     from callbacks.run_record import page
 
     if out is None and len(names) > 1 and names[-1].endswith(".html"):
         out = Path(names.pop())
-    paths = runs.several(root or runs.ROOT, names)
+    paths = runs.several(root, names)
     if out is None:
         out = paths[0] / "report.html" if len(paths) == 1 else Path("comparison.html")
     shown = printable(str(out))
@@ -149,7 +149,7 @@ def report(
         if out.exists() and not page.is_page(out):
             raise UsageError(f"{shown} exists already, and is no report: give another name")
         records = list(map(read, paths))
-        page.write(out, runs.page_of(records))
+        files.write_text(out, runs.page_of(records))
     except OSError as error:
         raise UsageError(f"{shown} can't be written ({error.strerror}): give another name") from None
     tell(f"wrote {shown}")
@@ -158,12 +158,12 @@ def report(
 def watch(
     names: typed.Names,
     port: listing.WatchPort = 8080,
-    root: typed.Root = None,
+    root: typed.Root = runs.ROOT,
 ) -> None:
     """Show the page of a run in a browser while it trains. It is served on this machine, and updates by itself."""
     from loop.commands import watch as watch_
 
-    with watch_.served(runs.several(root or runs.ROOT, names), port) as server:
+    with watch_.served(runs.several(root, names), port) as server:
         tell(f"see it in the browser: {server.address}  (Ctrl-C ends it)")
         try:
             server.serve_forever()

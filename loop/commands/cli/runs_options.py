@@ -14,7 +14,7 @@ from loop.commands.cli.options import written_file
 Metric = Annotated[str | None, Option(help="The metric to show; if not given: eval_loss, or loss without evaluation.")]
 Drawn = Annotated[str | None, Option(help="The metric to draw; if not given, the first two.")]
 Filter = Annotated[
-    list[str] | None,
+    list[str],
     Option("--filter", metavar="CONDITION", help="status=finished, eval_loss<0.3, hidden>=64, ...; repeatable."),
 ]
 Sort = Annotated[

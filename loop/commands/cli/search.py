@@ -19,10 +19,10 @@ from loop.commands import sweep as sweep_
 from loop.commands import tune as tune_
 from loop.commands.cli import options as typed
 from loop.commands.cli import search_options as search
-from loop.commands.cli.output import show, shown_stages, stopped_clean
+from loop.commands.cli.output import end, show, shown_stages, stopped_clean
 from loop.commands.cli.signature import takes
 from loop.commands.cli.training import train_options
-from loop.errors import FAILED, PREEMPTED, UsageError
+from loop.errors import PREEMPTED, UsageError
 from loop.launch import ray_options, stderr
 from loop.launch.backend_choice import choose_for_command
 from loop.launch.environment import job_size
@@ -35,9 +35,9 @@ def tune(
     batch_size: typed.BatchSize = None,
     backend: typed.Backend = None,
     workers: typed.Workers = None,
-    set_: typed.Set = None,
-    config_: typed.Config = None,
-    only: search.Only = None,
+    set_: typed.Set = typed.UNTYPED,
+    config_: typed.Config = typed.UNTYPED,
+    only: search.Only = typed.UNTYPED,
     seconds: search.Seconds = 2.0,
     rounds: search.Rounds = 3,
     tune_batch_size: search.TuneBatchSize = False,
@@ -47,19 +47,17 @@ def tune(
 ) -> None:
     """Find the fastest settings on this machine. They are written to a file for train --config."""
     with_defaults(None, {"batch_size": batch_size, "backend": backend})
-    if not 0 < seconds < float("inf"):
-        raise UsageError(f"--seconds {seconds}: give a number > 0")
-    for name in only or ():
+    _check_seconds(seconds)
+    for name in only:
         if name not in tune_.TUNED:
             raise UsageError(f"--only {name}: nothing of that name can be tried{nearest(name, tune_.TUNED)}")
     _check_tune_file(out, force)  # now, and not after minutes of trials
-    if job_size() is not None:
-        raise UsageError("tune starts its workers itself: call it once, with --workers")
-    config.arguments(config_ or (), train_options(), ())  # checked here, and read again by each trial
+    _refuse_in_job("tune starts its workers itself: call it once, with --workers")
+    config.arguments(config_, train_options(), ())  # checked here, and read again by each trial
     task_loader.check(target_)
     choose_for_command(backend or "auto", workers)
     given = {"batch_size": batch_size, "backend": backend, "workers": workers}
-    arguments = command_line.arguments(given, set_ or (), config_ or ())
+    arguments = command_line.arguments(given, set_, config_)
     # A guess, for the bar: how many values are tried depends on the machine and on what is found.
     stages = len(tune_.TUNED) * rounds * 2
     with stopped_clean("nothing is written, and nothing is left behind"), shown_stages(stages) as progress:
@@ -77,24 +75,33 @@ def _check_tune_file(out: Path, force: bool) -> None:
         raise UsageError(f"--out {out}: the directory can't be written, or isn't there")
 
 
+def _check_seconds(seconds: float) -> None:
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"--seconds {seconds}: give a number > 0")
+
+
+def _refuse_in_job(text: str) -> None:
+    """Refuses to be a worker of a job: a command that starts processes is called once."""
+    if job_size() is not None:
+        raise UsageError(text)
+
+
 def bench(
     target_: typed.Target,
     batch_size: typed.BatchSize = None,
-    set_: typed.Set = None,
+    set_: typed.Set = typed.UNTYPED,
     seconds: search.Seconds = 3.0,
     rounds: search.BenchRounds = 3,
     as_json: typed.AsJson = False,
 ) -> None:
     """Compare the speed of a task with Keras's fit, and with a plain loop. Both are made of the same compute."""
     with_defaults(None, {"batch_size": batch_size})
-    if not 0 < seconds < float("inf"):
-        raise UsageError(f"--seconds {seconds}: give a number > 0")
-    if job_size() is not None:
-        raise UsageError("bench measures in processes of its own: call it once")
+    _check_seconds(seconds)
+    _refuse_in_job("bench measures in processes of its own: call it once")
     task_loader.check(target_)
     # Five ways take turns: tfloop, and two of each other contender.
     with stopped_clean("nothing is left behind"), shown_stages(5 * rounds) as progress:
-        report = bench_.bench(target_, set_ or (), batch_size, seconds, rounds, progress)
+        report = bench_.bench(target_, set_, batch_size, seconds, rounds, progress)
     show(bench_.as_json(report), bench_.lines(report), as_json)
 
 
@@ -103,20 +110,18 @@ def memory(
     memory_limit: search.Memory = None,
     batch_size: typed.BatchSize = None,
     workers: search.MemoryWorkers = 1,
-    set_: typed.Set = None,
+    set_: typed.Set = typed.UNTYPED,
     as_json: typed.AsJson = False,
 ) -> None:
     """Say what memory a training needs. Of each setting that saves some, and which is the fastest that fits."""
     with_defaults(None, {"batch_size": batch_size})
     limit = None if memory_limit is None else memory_.parse_size(memory_limit)
-    if job_size() is not None:
-        raise UsageError("memory measures in processes of its own: call it once, with --workers")
+    _refuse_in_job("memory measures in processes of its own: call it once, with --workers")
     task_loader.check(target_)
     with stopped_clean("nothing is left behind"), shown_stages(memory_measurements.STAGES) as progress:
-        report = memory_.memory(target_, set_ or (), batch_size, workers, limit, progress)
+        report = memory_.memory(target_, set_, batch_size, workers, limit, progress)
     show(memory_.as_json(report), memory_.lines(report), as_json)
-    none_fits = limit is not None and report.best is None
-    raise typer.Exit(FAILED if none_fits else 0)
+    end(limit is None or report.best is not None)
 
 
 _OF_TRAIN = ("workers", "launcher", "address", "cpus_per_worker", "placement", "eval_every", "track")
@@ -128,8 +133,8 @@ class SweepArguments(types.SimpleNamespace):
 
     context: typer.Context
     target_: search.SweepTarget
-    grid: search.Grid = None
-    random: search.Random = None
+    grid: search.Grid = typed.UNTYPED
+    random: search.Random = typed.UNTYPED
     trials: search.Trials = None
     metric: search.SweepMetric = "eval_loss"
     direction: search.Direction = None
@@ -146,12 +151,12 @@ class SweepArguments(types.SimpleNamespace):
     address: typed.Address = None
     cpus_per_worker: typed.CpusPerWorker = None
     placement: typed.Placement = None
-    set_: typed.Set = None
+    set_: typed.Set = typed.UNTYPED
     trust: typed.Trust = False
     seed: search.SweepSeed = None
     eval_every: typed.EvalEvery = None
     track: typed.Track = None
-    config_: typed.Config = None
+    config_: typed.Config = typed.UNTYPED
     as_json: typed.AsJson = False
 
 
@@ -169,8 +174,7 @@ def sweep(given: SweepArguments) -> None:
         os.chdir(plan.place)  # the paths in its arguments are relative to where it was begun
     else:
         plan = _plan(given)
-    if job_size() is not None:
-        raise UsageError("sweep starts its trials itself: call it once, with --jobs and --workers")
+    _refuse_in_job("sweep starts its trials itself: call it once, with --jobs and --workers")
     count = plan.trials(trials)
     with stderr.quiet_start():
         from loop.backends import devices
@@ -182,7 +186,7 @@ def sweep(given: SweepArguments) -> None:
     if report.stopped:
         tell(f"stopped; tfloop sweep {report.directory} goes on")
         raise typer.Exit(PREEMPTED)
-    raise typer.Exit(0 if report.best else FAILED)
+    end(report.best is not None)
 
 
 def _options(given: SweepArguments) -> dict[str, object]:
@@ -207,8 +211,8 @@ def _plan(given: SweepArguments) -> sweep_.Plan:
     task_loader.check(given.target_)
     choose_for_command(given.backend or "auto", given.workers, asynchronous=True)
     ray_options.read_request(given)
-    grid = sweep_.assigned("--grid", given.grid or ())
-    random = sweep_.assigned("--random", given.random or ())
+    grid = sweep_.assigned("--grid", given.grid)
+    random = sweep_.assigned("--random", given.random)
     options = _options(given) | {name: getattr(given, name) for name in _OF_TRAIN}
     # Grid and random name the fields that trials set by themselves: they can't be given with --set, too.
     varied = [*grid, *random]
@@ -223,8 +227,16 @@ def _plan(given: SweepArguments) -> sweep_.Plan:
         pruner=given.pruner,
         seed=given.seed or 0,
         place=str(Path.cwd()),
-        arguments=sweep_.arguments(options, given.set_ or (), given.config_ or (), train_options(), varied),
+        arguments=sweep_.arguments(options, given.set_, given.config_, train_options(), varied),
     )
+
+
+def _check_plot(out: Path) -> None:
+    """Refuses a file into which `find-lr` can't write."""
+    if out.suffix not in (".json", ".png", ".svg"):
+        raise UsageError(f"--out {out}: give a name that ends in .png, .svg or .json")
+    if out.is_dir() or not os.access(out.parent, os.W_OK):
+        raise UsageError(f"--out {out}: it can't be written there")
 
 
 def find_lr(
@@ -235,7 +247,7 @@ def find_lr(
     batch_size: typed.BatchSize = None,
     backend: search.FindLrBackend = None,
     workers: typed.Replicas = None,
-    set_: typed.Set = None,
+    set_: typed.Set = typed.UNTYPED,
     seed: typed.Seed = None,
     out: search.FindLrOut = None,
     as_json: typed.AsJson = False,
@@ -245,16 +257,14 @@ def find_lr(
     with_defaults(None, given)  # for its checks; the task's own defaults come below, once it is loaded
     if not 0 < low < high < float("inf"):
         raise UsageError(f"--low {low} --high {high}: give learning rates > 0, the lower one first")
-    if out is not None and out.suffix not in (".json", ".png", ".svg"):
-        raise UsageError(f"--out {out}: give a name that ends in .png, .svg or .json")
-    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
-        raise UsageError(f"--out {out}: it can't be written there")
+    if out is not None:
+        _check_plot(out)
     task_loader.check(target_)
     backend_name = choose_for_command(backend or "auto", workers, alone="find-lr")
     with stderr.quiet_start():
         from loop import backends
 
-        task, chosen = backends.with_task(lambda: task_loader.load(target_, set_ or ()), backend_name, workers)
+        task, chosen = backends.with_task(lambda: task_loader.load(target_, set_), backend_name, workers)
         from loop.commands import find_lr as find_lr_  # only now: it imports TensorFlow, whose devices are set
 
         options = with_defaults(task, given | {"backend": backend_name})
@@ -263,4 +273,4 @@ def find_lr(
     if out is not None:
         find_lr_.write(out, result)
     show(find_lr_.as_json(result), find_lr_.lines(result), as_json)
-    raise typer.Exit(FAILED if result.suggestion is None else 0)
+    end(result.suggestion is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from loop.commands.cli.options import written_file
 from loop.commands.tune import TUNED
 
 # Of tune and bench.
-Only = Annotated[list[str] | None, Option(metavar="NAME", help=f"What to try, of {', '.join(TUNED)}; repeatable.")]
+Only = Annotated[list[str], Option(metavar="NAME", help=f"What to try, of {', '.join(TUNED)}; repeatable.")]
 Seconds = Annotated[float, Option(help="How long a trial measures, when it is warm.")]
 BenchRounds = Annotated[int, Option(min=1, help="How often each is measured, in turns.")]
 Rounds = Annotated[int, Option(min=1, help="How often settings that are close are measured, in turns.")]
@@ -26,45 +27,24 @@ TuneOut = Annotated[
 Force = Annotated[bool, Option("--force", help="Write over the file.")]
 
 # Of sweep.
+_trials = partial(Option, rich_help_panel=help_.TRIALS)
 SweepTarget = Annotated[
     str, Argument(metavar="TARGET", help="As for train; or the directory of a sweep, to go on with it.")
 ]
-Grid = Annotated[
-    list[str] | None,
-    Option(metavar="FIELD=A,B,...", help="Try each of these values; repeatable.", rich_help_panel=help_.TRIALS),
-]
+Grid = Annotated[list[str], _trials(metavar="FIELD=A,B,...", help="Try each of these values; repeatable.")]
 Random = Annotated[
-    list[str] | None,
-    Option(
-        metavar="FIELD=LOW..HIGH",
-        help="Draw values; add :log for a wide range; repeatable.",
-        rich_help_panel=help_.TRIALS,
-    ),
+    list[str], _trials(metavar="FIELD=LOW..HIGH", help="Draw values; add :log for a wide range; repeatable.")
 ]
-Trials = Annotated[
-    int | None, Option(help="How many; all combinations of the grid if not given.", rich_help_panel=help_.TRIALS)
-]
-SweepMetric = Annotated[str, Option(help="What is to be best, at the end of a trial.", rich_help_panel=help_.TRIALS)]
-Direction = Annotated[
-    str | None, Option(help="minimize or maximize; by the metric's name.", rich_help_panel=help_.TRIALS)
-]
-Jobs = Annotated[
-    int, Option(min=1, max=256, help="How many trials are under way at once.", rich_help_panel=help_.TRIALS)
-]
-Sampler = Annotated[
-    str, Option(help="How --random draws: tpe (learns from the trials) or random.", rich_help_panel=help_.TRIALS)
-]
-Pruner = Annotated[
-    str,
-    Option(help="median ends trials that are worse than half of those before; or none.", rich_help_panel=help_.TRIALS),
-]
+Trials = Annotated[int | None, _trials(help="How many; all combinations of the grid if not given.")]
+SweepMetric = Annotated[str, _trials(help="What is to be best, at the end of a trial.")]
+Direction = Annotated[str | None, _trials(help="minimize or maximize; by the metric's name.")]
+Jobs = Annotated[int, _trials(min=1, max=256, help="How many trials are under way at once.")]
+Sampler = Annotated[str, _trials(help="How --random draws: tpe (learns from the trials) or random.")]
+Pruner = Annotated[str, _trials(help="median ends trials that are worse than half of those before; or none.")]
 SweepDir = Annotated[
-    Path | None,
-    Option(
-        help="The directory of the sweep; if not given, one for this command below runs/.", rich_help_panel=help_.TRIALS
-    ),
+    Path | None, _trials(help="The directory of the sweep; if not given, one for this command below runs/.")
 ]
-SweepSeed = Annotated[int | None, Option(help="Of what is drawn, and of the training.", rich_help_panel=help_.TRIALS)]
+SweepSeed = Annotated[int | None, _trials(help="Of what is drawn, and of the training.")]
 
 # Of find-lr. Fewer steps than this don't show where the loss falls.
 FindLrSteps = Annotated[int, Option(min=10, max=100_000, help="How many steps to make.")]

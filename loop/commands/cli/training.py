@@ -79,7 +79,7 @@ class TrainArguments(types.SimpleNamespace):
     tpu: typed.Tpu = None
     elastic_: typed.Elastic = None
     discovery: typed.Discovery = None
-    set_: typed.Set = None
+    set_: typed.Set = typed.UNTYPED
     run_dir: typed.TrainRunDir = None
     resume: typed.Resume = None
     seed: typed.Seed = None
@@ -110,7 +110,7 @@ class TrainArguments(types.SimpleNamespace):
     checkpoint_every: typed.CheckpointEvery = None
     track: typed.Track = None
     track_wait: typed.TrackWait = None
-    tag: typed.Tag = None
+    tag: typed.Tag = typed.UNTYPED
     log_model: typed.LogModel = False
     register: typed.Register = None
     start_timeout: typed.StartTimeout = None
@@ -118,9 +118,9 @@ class TrainArguments(types.SimpleNamespace):
     keep: typed.Keep = None
     dry_run_: typed.DryRun = False
     debug: typed.Debug = False
-    config_: typed.Config = None
+    config_: typed.Config = typed.UNTYPED
     as_json: typed.AsJson = False
-    callback: typed.Callback = None
+    callback: typed.Callback = typed.UNTYPED
 
 
 @takes(TrainArguments)
@@ -146,8 +146,9 @@ def train_options() -> dict[str, config.Option]:
         name = parameter.name or ""
         is_shown_option = parameter.param_type_name == "option" and not getattr(parameter, "hidden", False)
         if is_shown_option and name != "config_":  # a file of options names no other files
-            # An option that may be left out is of a type or None.
-            kind, *_ = typing.get_args(hints[name]) or (hints[name],)
+            kind = hints[name]
+            if isinstance(kind, types.UnionType):  # an option that may be left out is of a type or None
+                kind = typing.get_args(kind)[0]
             options[parameter.opts[0].removeprefix("--")] = config.Option(kind, *parameter.secondary_opts)
     return options
 
@@ -202,7 +203,7 @@ def predict(
     workers: typed.PredictWorkers = None,
     batch_size: typed.PredictBatchSize = None,
     threads: typed.PredictThreads = None,
-    set_: typed.Set = None,
+    set_: typed.Set = typed.UNTYPED,
     as_json: typed.AsJson = False,
 ) -> None:
     """Predict for each example, in order, into a file. A killed one goes on where it was."""
@@ -228,7 +229,7 @@ def predict(
         from loop.run import run_directory
 
         (task, manifest), chosen = backends.with_task(
-            lambda: run_directory.task_of(path, task_target, trust, set_ or ()), backend_name, workers, cores
+            lambda: run_directory.task_of(path, task_target, trust, set_), backend_name, workers, cores
         )
         precision = manifest["run"]["options"]["precision"]
         result = predict_(task, path, data, out=out, batch_size=batch_size, backend=chosen, precision=precision)

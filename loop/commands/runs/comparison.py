@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from callbacks.formats import plural
@@ -39,21 +41,12 @@ def compare(records: Sequence[Record], metric: str | None = None) -> list[Render
     best_values = _best_values(records, metric)
     parts += ["", *terminal.tables(best_values, ["best", *by_letter], right=range(1, len(records) + 1))]
 
-    name = _plotted(records, metric)
+    # The metric that was asked for, else that of the first run that has one.
+    name = metric or next(filter(None, map(attrgetter("metric"), records)), "")
     if name:
         curves = {letter: record.curves.get(name, []) for letter, record in by_letter.items()}
         parts += ["", *terminal.plot(name, curves)]
     return parts
-
-
-def _plotted(records: Sequence[Record], metric: str | None) -> str:
-    """The metric that is plotted: the one that was asked for, else that of the first run that has one; "": none."""
-    if metric:
-        return metric
-    for record in records:
-        if record.metric:
-            return record.metric
-    return ""
 
 
 def _best_values(records: Sequence[Record], metric: str | None) -> list[list[str]]:
@@ -64,14 +57,10 @@ def _best_values(records: Sequence[Record], metric: str | None) -> list[list[str
         if name.startswith(STEP) and name != metric:
             continue
         values = [best_or_last(record, name) for record in records]
-        top = best_of_all(name, values)
-        row = [name]
-        for value in values:
-            if value is None:
-                row.append("-")
-            else:
-                # A blank stands where another cell has its star, so that the numbers end flush.
-                star = "*" if value == top else " "
-                row.append(f"{value:.6g}{star}")
-        rows.append(row)
+        rows.append([name, *map(partial(_cell, best_of_all(name, values)), values)])
     return rows
+
+
+def _cell(top: float | None, value: float | None) -> str:
+    # A blank stands where another cell has its star, so that the numbers end flush.
+    return "-" if value is None else f"{value:.6g}{'*' if value == top else ' '}"

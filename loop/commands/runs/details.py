@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from callbacks.formats import lasting, plural, size
@@ -85,10 +86,7 @@ def _facts(record: Record) -> list[Table]:
         "options": _pairs(options),
         "versions": _pairs(record.versions),
     }
-    rows = []
-    for name, text in facts.items():
-        if text:
-            rows.append([name, text])
+    rows = list(filter(itemgetter(1), facts.items()))
     return [terminal.table(rows)] if rows else []
 
 
@@ -105,11 +103,8 @@ def _plotted(record: Record, metric: str | None) -> Iterator[tuple[str, dict[str
         # The loss first. The sort is stable: all others keep the order in which the run has them.
         chosen = sorted(names, key=lambda name: name != "loss")[:_MOST_PLOTS]
     for name in chosen:
-        curves: dict[str, terminal.Points] = {}
-        for kind in (STEP + name, name, "eval_" + name):
-            if kind in record.curves:
-                curves[kind] = record.curves[kind]
-        yield name, curves
+        kinds = (STEP + name, name, "eval_" + name)
+        yield name, {kind: record.curves[kind] for kind in kinds if kind in record.curves}
 
 
 def _plain_name(metric: str) -> str:

@@ -89,9 +89,7 @@ def _by_prefix(root: Path, paths: Mapping[str, Path], prefix: str) -> Path:
         return paths[names[0]]
     if names:
         some = ", ".join(map(printable, names[:3]))
-        if len(names) > 3:
-            some += ", ..."
-        raise UsageError(f"{printable(prefix)}: {len(names)} runs begin so: {some}")
+        raise UsageError(f"{printable(prefix)}: {len(names)} runs begin so: {some}{', ...' * (len(names) > 3)}")
 
     close = difflib.get_close_matches(prefix, paths, 1)
     hint = f"did you mean {printable(close[0])!r}?" if close else f"the latest is {_latest(paths).name!r}"
@@ -119,8 +117,8 @@ def copied(url: str, checkpoints: bool = True) -> Path:
     return path
 
 
-def root(text: str) -> Path:
-    """The folder of runs for a path or a URL. The runs at a URL are copied.
+def root(text: str | Path) -> Path:
+    """The folder of runs for a path or a URL; a default is a path already. The runs at a URL are copied.
 
     Raises:
         StoreError: the store doesn't answer.
@@ -130,7 +128,7 @@ def root(text: str) -> Path:
     from loop.checkpoint.store import copies
 
     # Checked as the URL of a run in the folder: the folder itself may be a whole bucket, which has no path.
-    folder = address.read_url(f"{text.rstrip('/')}/x").removesuffix("/x")
+    folder = address.read_url(f"{str(text).rstrip('/')}/x").removesuffix("/x")
     return copies.copies_below(folder)
 
 

@@ -12,6 +12,7 @@ from callbacks.base import shown_status
 from callbacks.error_text import recorded
 from callbacks.run_record.record import entries, read, under_way
 from callbacks.run_record.redaction import mask
+from callbacks.run_record.values import as_list
 from loop.checkpoint.store import address
 from loop.commands import terminal
 
@@ -74,12 +75,7 @@ def event_line(entry: Mapping[str, object]) -> str:
     color = terminal.STATUS_COLORS.get(str(entry.get("status")), _COLORS.get(event))
     name = terminal.colored(event.ljust(11), color)
     line = f"{terminal.when(stamp)[11:]}  {_position(entry)}  {name}  {mask(_message(entry))}".rstrip()
-    lines = [line]
-    text = entry.get("text")
-    if isinstance(text, list):
-        for part in text:
-            lines.append(f"  {mask(str(part))}")
-    return "\n".join(lines)
+    return "\n".join([line, *(f"  {mask(str(part))}" for part in as_list(entry.get("text")))])
 
 
 def _position(entry: Mapping[str, object]) -> str:

@@ -29,11 +29,8 @@ def value(record: Record, name: str) -> Any:
     if name in FIELDS:
         field = getattr(record, name)
         return field if field != "" else None
-    # A field of the task hides an option of the same name.
-    for values in (record.hyperparameters, record.options):
-        if name in values:
-            return values[name]
-    return best_or_last(record, name)
+    values = record.options | record.hyperparameters  # a field of the task hides an option of the same name
+    return values[name] if name in values else best_or_last(record, name)
 
 
 def names(records: Iterable[Record]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 from callbacks.base import shown_status
 from callbacks.nearest import nearest
 from callbacks.run_record.record import STATUSES, Record, printable
+from callbacks.run_record.redaction import reads_as_number
 from loop.commands import terminal
 from loop.commands.runs.fields import as_float, field_of, is_number, value
 from loop.errors import UsageError
@@ -52,7 +53,7 @@ class Filter:
         known = [field for field in values if field is not None]
         numeric = bool(known) and all(map(is_number, known))
         # `started` is compared as text: see `__call__`.
-        if numeric and self._key != "started" and not _reads_as_number(self._wanted):
+        if numeric and self._key != "started" and not reads_as_number(self._wanted):
             raise UsageError(f"--filter {self._text}: {self._wanted!r} is no number")
 
     def _check_choice(self, values: Sequence[object]) -> None:
@@ -77,14 +78,6 @@ class Filter:
             # As much of the time as was typed: `started>=2026-11` compares months.
             return passes(terminal.when(field)[: len(self._wanted)], self._wanted.replace("T", " ").rstrip("Z"))
         if is_number(field):
-            return _reads_as_number(self._wanted) and passes(as_float(field), float(self._wanted))
+            return reads_as_number(self._wanted) and passes(as_float(field), float(self._wanted))
         # Python writes True, and people type true.
         return passes(str(field), self._wanted.capitalize() if isinstance(field, bool) else self._wanted)
-
-
-def _reads_as_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

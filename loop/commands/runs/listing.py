@@ -25,13 +25,10 @@ _IN_JSON = (*FIELDS, "reason", "total_steps", "hyperparameters", "options", "ver
 
 
 def listed(root: Path, filters: Sequence[str], sort: str | None, metric: str | None) -> list[Record]:
-    """The runs below `root` that pass all filters, sorted.
+    """The runs below `root` that pass all filters (see `Filter`), sorted by a field, metric or hyperparameter.
 
-    Args:
-        root: the folder of the runs.
-        filters: conditions such as `status=finished` or `eval_loss<0.3`; see `Filter`.
-        sort: a field, metric or hyperparameter; a `-` before it reverses the order; None: by the time of the start.
-        metric: the metric that `table` is to show. Here it is only checked.
+    A `-` before the column reverses the order; without one, it is that of the start. The metric, which `table` is to
+    show, is only checked here.
 
     Raises:
         UsageError: a filter, column, metric or value that makes no sense for these runs.
@@ -46,13 +43,14 @@ def listed(root: Path, filters: Sequence[str], sort: str | None, metric: str | N
     known = names(records)
     for condition in conditions:
         condition.check(records, known)
-    column = field_of((sort or "started").removeprefix("-"))
+    order = sort or "started"
+    column = field_of(order.removeprefix("-"))
     if column not in known:
-        raise UsageError(f"--sort {printable(sort or '')}: the runs have nothing of that name{nearest(column, known)}")
+        raise UsageError(f"--sort {printable(order)}: the runs have nothing of that name{nearest(column, known)}")
 
     for condition in conditions:
         records = list(filter(condition, records))
-    return _sorted(records, column, reverse=(sort or "").startswith("-"))
+    return _sorted(records, column, reverse=order.startswith("-"))
 
 
 def _sorted(records: Sequence[Record], column: str, reverse: bool) -> list[Record]:

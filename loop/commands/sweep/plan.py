@@ -43,31 +43,18 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which values are tried, and how.
+    """Which values are tried, and how."""
 
-    Attributes:
-        target: the task.
-        grid: by field, all values to try, as typed.
-        random: by field, the values to draw from, as typed: `16..256`, `1e-4..1e-1:log`, or `adam,sgd`.
-        metric: the metric that is optimized.
-        direction: `minimize` or `maximize`.
-        sampler: `tpe` or `random`.
-        pruner: `median` or `none`.
-        seed: the seed of the values that are drawn.
-        arguments: options of `tfloop train`.
-        place: the working directory of the trials.
-    """
-
-    target: str
-    grid: dict[str, str]
-    random: dict[str, str]
-    metric: str
-    direction: str
-    sampler: str
-    pruner: str
-    seed: int
-    arguments: list[str]
-    place: str
+    target: str  # the task
+    grid: dict[str, str]  # by field, all values to try, as typed
+    random: dict[str, str]  # by field, the values to draw from, as typed: `16..256`, `1e-4..1e-1:log`, or `adam,sgd`
+    metric: str  # the metric that is optimized
+    direction: str  # `minimize` or `maximize`
+    sampler: str  # `tpe` or `random`
+    pruner: str  # `median` or `none`
+    seed: int  # the seed of the values that are drawn
+    arguments: list[str]  # options of `tfloop train`
+    place: str  # the working directory of the trials
 
     def __post_init__(self) -> None:
         self._check_choice("sampler", self.sampler, SAMPLERS)
@@ -98,11 +85,7 @@ class Plan:
     @property
     def fixed(self) -> list[str]:
         """The fields that don't vary, as typed after `--set`."""
-        assignments = []
-        for text in self.arguments:
-            if text.startswith("--set="):
-                assignments.append(text.removeprefix("--set="))
-        return assignments
+        return [text.removeprefix("--set=") for text in self.arguments if text.startswith("--set=")]
 
     def combination(self, number: int) -> dict[str, str]:
         """The values of the grid's fields in the trial with this number. The first combination follows the last one."""
@@ -202,9 +185,7 @@ def is_directory(target: str) -> bool:
 def reopened(directory: Path, trusted: bool = False) -> tuple[Plan, int]:
     """The plan of a sweep that was begun in this directory, and its number of trials.
 
-    Args:
-        directory: the directory of the sweep.
-        trusted: accepts a sweep that another user has begun.
+    One that another user has begun is accepted only if it is trusted.
 
     Raises:
         UsageError: the directory has no sweep, or the sweep can't be continued by the directory alone.
@@ -239,22 +220,12 @@ def arguments(
 ) -> list[str]:
     """The arguments of `tfloop train` for all trials: what was typed, and what files say; without the fields that vary.
 
-    Args:
-        typed: the options that were typed, by name; None: not typed.
-        assignments: what was typed after `--set`.
-        files: the files of options.
-        options: the options that a file can have.
-        swept: the fields that vary.
+    `options` are those that a file can have, and `swept` the fields that vary.
     """
     # What was typed, and the fields that vary, win over the files.
-    winning = []
-    for name, value in typed.items():
-        if value is not None:
-            winning.append(name.replace("_", "-"))
-    for text in assignments:
-        winning.append(f"set {text.partition('=')[0]}")
-    for name in swept:
-        winning.append(f"set {name}")
+    winning = [name.replace("_", "-") for name, value in typed.items() if value is not None]
+    fields = [text.partition("=")[0] for text in assignments]
+    winning += map("set {}".format, [*fields, *swept])
     from_files = config.arguments(files, options, winning)
     return [*from_files, *command_line.arguments(typed, assignments)]
 

@@ -5,33 +5,25 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 
 from callbacks.run_record.redaction import mask
 from loop.commands.sweep.plan import Plan
+from loop.commands.terminal import shown_path
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A trial, as tables and JSON show it.
+    """A trial, as tables and JSON show it."""
 
-    Attributes:
-        number: its number, from 0.
-        state: `complete`, `pruned`, `failed`, `running` or `waiting`.
-        params: the values of its fields, as texts for `--set`.
-        value: the last value of the metric; None: there is none.
-        seconds: the time from its start to its end; None: it has not ended.
-        problem: why it has failed; "": it hasn't.
-        run_dir: its run directory.
-    """
-
-    number: int
-    state: str
-    params: dict[str, str]
-    value: float | None
-    seconds: float | None
-    problem: str
-    run_dir: str
+    number: int  # its number, from 0
+    state: str  # `complete`, `pruned`, `failed`, `running` or `waiting`
+    params: dict[str, str]  # the values of its fields, as texts for `--set`
+    value: float | None  # the last value of the metric; None: there is none
+    seconds: float | None  # the time from its start to its end; None: it has not ended
+    problem: str  # why it has failed; "": it hasn't
+    run_dir: str  # its run directory
 
     @property
     def has_ended(self) -> bool:
@@ -41,22 +33,16 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The results of a sweep, as far as it has come.
+    """The results of a sweep, as far as it has come."""
 
-    Attributes:
-        plan: the plan of the sweep.
-        directory: the directory of the sweep.
-        rows: all trials.
-    """
-
-    plan: Plan
-    directory: Path
-    rows: list[Row]
+    plan: Plan  # the plan of the sweep
+    directory: Path  # the directory of the sweep
+    rows: list[Row]  # all trials
 
     @property
     def stopped(self) -> bool:
         """Whether some trials have not ended."""
-        return not all(row.has_ended for row in self.rows)
+        return not all(map(attrgetter("has_ended"), self.rows))
 
     @property
     def best(self) -> Row | None:
@@ -95,8 +81,3 @@ class Report:
 def set_options(params: Mapping[str, str]) -> list[str]:
     """The options that set the fields of a trial."""
     return [f"--set={name}={value}" for name, value in params.items()]
-
-
-def shown_path(path: Path) -> Path:
-    """A path as messages show it: relative, if it is below the working directory."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -22,13 +22,8 @@ if TYPE_CHECKING:
 class Study:
     """The queue of the trials, the values that they draw, and how they have ended.
 
-    The queue is Optuna's, so that no trial is begun twice, at whatever moment a sweep is killed.
-
-    Args:
-        directory: the directory of the sweep.
-        plan: the plan of the sweep.
-        fields: the values that each field can have.
-        trials: how many trials there are to be, with those that have ended.
+    The queue is Optuna's, so that no trial is begun twice, at whatever moment a sweep is killed. `trials` counts those
+    that have ended, too.
 
     Attributes:
         interrupted: the numbers of trials that ran when the sweep last ended, and have not been resumed yet.

@@ -9,6 +9,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -44,17 +45,10 @@ def sweep(
     directory: Path | None = None,
     stream: TextIO | None = None,
 ) -> Report:
-    """Runs the trials that have not ended.
+    """Runs the trials that have not ended, several at the same time; `trials` counts those that have ended, too.
 
-    SIGTERM or SIGINT asks the trials that run to save and end. A second one ends them at once.
-
-    Args:
-        plan: the plan of the sweep.
-        kind: the task's class.
-        trials: how many trials there are to be, with those that have ended.
-        jobs: how many trials run at the same time.
-        directory: the directory of the sweep; None: see `Plan.directory`.
-        stream: where to show the trials; None: stderr.
+    SIGTERM or SIGINT asks the trials that run to save and end. A second one ends them at once. Without a directory, it
+    is `Plan.directory`. The trials are shown on stderr, if on no other stream.
 
     Raises:
         UsageError: the task has no such fields; the directory has another sweep, or is in use; or the trials have no
@@ -147,11 +141,8 @@ class _Trials:
             for process in list(self._underway):
                 self._look_at(process)
             # Trials that a killed sweep has left running end by themselves. Until then there may be nothing else to do.
-            doing: list[object] = list(self._underway)
-            if not doing:
-                for number in self._study.interrupted:
-                    doing.append(f"waiting for what is left of trial {number}")
-            self._table.doing(doing)
+            waiting = map("waiting for what is left of trial {}".format, self._study.interrupted)
+            self._table.doing(self._underway or list(waiting))
             time.sleep(0.1)
 
     def _start_trials(self) -> None:
@@ -229,12 +220,10 @@ class _Trials:
     def _note(self) -> None:
         """Writes the best value so far into the sweep's journal; its step is the number of trials that have ended."""
         report = Report(self._plan, self._directory, self._study.rows())
-        ended = sum(row.has_ended for row in report.rows)
+        ended = sum(map(attrgetter("has_ended"), report.rows))
         path = self._directory / journal.NAME
         # Steps must grow from line to line: the delivery to MLflow passes over all others.
-        noted = 0
-        for entry, _ in journal.read(path):
-            noted = max(noted, entry["step"])
+        noted = max((entry["step"] for entry, _ in journal.read(path)), default=0)
         if report.best is not None and ended > noted:
             line = journal_line(ended, "eval_end", metrics={f"best_{self._plan.metric}": report.best.value})
             with appending(path) as file:
