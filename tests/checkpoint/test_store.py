@@ -21,7 +21,8 @@ from loop.commands.evaluate import evaluate
 from loop.errors import UsageError
 from loop.run import trust
 from tests.callback.test_tracking import Server
-from tests.checkpoint.stored_runs import Process, is_tidy, other_machine, steps_in, write
+from tests.checkpoint.stored_runs import Process, is_tidy, other_machine, steps_in, tensors, write
+from tests.checkpoint.test_parts import written
 from tests.conftest import tfloop, until
 from tests.tasks import Weighted
 from tests.test_reliability import files_no_longer_than
@@ -415,3 +416,19 @@ def test_runs_of_a_folder_and_their_removal(store, url):
     assert not Bucket(url).keys("")
     with pytest.raises(UsageError, match="no run there"):
         copies.copy(url)
+
+
+def test_a_step_that_is_written_again_with_fewer_files_stays_in_the_store(tmp_path, monkeypatch):
+    """As by one worker after two, each of which has written its part."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    url = f"file://{tmp_path}/disk/run"
+    with copies.mirrored(url) as directory:
+        _, finish = written(directory / "checkpoints", {"weights": tensors(1)["weights"]}, 2, step=1)
+        finish()
+    assert len(list((copies.copy(url) / "checkpoints" / "step-00000001").iterdir())) == 4
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+    assert is_tidy(url)
+    copied = copies.copy(url)
+    assert steps_in(copied) == [1]
+    assert len(list((copied / "checkpoints" / "step-00000001").iterdir())) == 2

@@ -174,7 +174,10 @@ class Mirror:
             delivered[self._name(path / file)] = self._upload(path / file)
         delivered[self._name(manifest)] = self._upload(manifest)
         self._deliver_journal()  # a checkpoint relies on it
-        # All at once, at the end: a checkpoint that was removed in the meantime is in no state.
+        # All at once, at the end. What was here under this name may have had more files: parts of more workers.
+        for name in list(self._files):
+            if name.startswith(f"{self._name(path)}/"):
+                del self._files[name]
         self._files |= delivered
         self._publish()
 
@@ -227,7 +230,8 @@ class Mirror:
 
     def _forget(self, gone: list[str]) -> None:
         """Forgets files that the run has removed; checkpoints only if the store has one that the run has, too."""
-        gone = [name for name in gone if not (self._directory / name).exists()]  # it may be there again
+        # It may be there again; and what isn't in the state any more is no reason to forget its checkpoint.
+        gone = [name for name in gone if name in self._files and not (self._directory / name).exists()]
         paths = checkpoint_files.complete(self._directory / "checkpoints")
         may_forget = any(self._name(path / checkpoint_files.MANIFEST) in self._files for path in paths)
         # A checkpoint that was removed one file after the other is gone as a whole.
