@@ -14,7 +14,7 @@ from loop import fit
 from loop.checkpoint import checkpoint_files, lock
 from loop.checkpoint.store import address, copies, mirror
 from loop.checkpoint.store.bucket import Bucket, DamagedError, StoreError
-from loop.checkpoint.store.lease import believed
+from loop.checkpoint.store.lease import Lease, believed
 from loop.commands import runs
 from loop.commands.cli.runs import _confirm_removal
 from loop.commands.evaluate import evaluate
@@ -294,7 +294,8 @@ def test_large_files_travel_in_parts(store, url, tmp_path):
     path = tmp_path / "large"
     path.write_bytes(np.random.default_rng(0).bytes((17 << 20) + 5))
     bucket = Bucket(url)
-    digest = bucket.upload("data/large", path)
+    with path.open("rb") as file:
+        digest = bucket.upload("data/large", file)
     about = obstore.head(bucket._store, "data/large")
     assert about["e_tag"].strip('"') == digest.etag
     bucket.download("data/large", tmp_path / "back", digest.bytes, digest.sha256)
@@ -432,3 +433,30 @@ def test_a_step_that_is_written_again_with_fewer_files_stays_in_the_store(tmp_pa
     copied = copies.copy(url)
     assert steps_in(copied) == [1]
     assert len(list((copied / "checkpoints" / "step-00000001").iterdir())) == 2
+
+
+def test_a_checkpoint_that_lives_shorter_than_it_travels_is_delivered(tmp_path, monkeypatch):
+    """As on a slow line. Else the store has none as long as the run goes on."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    url = f"file://{tmp_path}/disk/run"
+    upload = Bucket.upload
+
+    def slow(bucket, key, file):
+        if "step-00000001" in key and directory.joinpath("checkpoints/step-00000001").exists():
+            write(directory, 2)
+            checkpoint_files._remove(directory / "checkpoints" / "step-00000001")
+        return upload(bucket, key, file)
+
+    def noted(lease, files, *more):
+        published.update(files)
+        publish(lease, files, *more)
+
+    published = set()
+    publish = Lease.publish
+    monkeypatch.setattr(Bucket, "upload", slow)
+    monkeypatch.setattr(Lease, "publish", noted)
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+        until(lambda: "checkpoints/step-00000001/manifest.json" in published, seconds=30)
+    assert steps_in(copies.copy(url)) == [2]
+    assert is_tidy(url)

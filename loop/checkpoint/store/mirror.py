@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import threading
 import time
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 
-from callbacks.files import read, read_json, write_json
+from callbacks.files import is_same, read, read_json, reading, write_json
 from callbacks.run_record.journal import NAME as JOURNAL
 from callbacks.run_record.redaction import mask, tell
 from callbacks.types import JsonObject
@@ -167,12 +169,10 @@ class Mirror:
 
     def _deliver_checkpoint(self, path: Path) -> None:
         """Delivers one checkpoint, and publishes it."""
-        manifest = path / checkpoint_files.MANIFEST
-        # Its data first: what has a manifest is whole.
         delivered = {}
-        for file in sorted(read_json(manifest).get("files", {})):
-            delivered[self._name(path / file)] = self._upload(path / file)
-        delivered[self._name(manifest)] = self._upload(manifest)
+        with _opened(path) as files:
+            for name, file in files.items():
+                delivered[self._name(path / name)] = self._upload(path / name, file)
         self._deliver_journal()  # a checkpoint relies on it
         # All at once, at the end. What was here under this name may have had more files: parts of more workers.
         for name in list(self._files):
@@ -242,13 +242,13 @@ class Mirror:
                 del self._files[name]
                 self._seen.pop(name, None)
 
-    def _upload(self, path: Path) -> JsonObject:
-        """Puts a file that doesn't change."""
+    def _upload(self, path: Path, file: BufferedReader) -> JsonObject:
+        """Puts a file that doesn't change, and is open; its path may be gone."""
         self._lease.check()
         folder = f"data/{self._lease.counter:08d}/{self._name(path)}"
         # A checkpoint of the same step may be written again: each has a name of its own.
-        key = f"{folder}.{path.stat().st_mtime_ns:x}"
-        return _about(key, self._bucket.upload(key, path))
+        key = f"{folder}.{os.fstat(file.fileno()).st_mtime_ns:x}"
+        return _about(key, self._bucket.upload(key, file))
 
     def _key(self, name: str, content: bytes) -> str:
         return f"data/{self._lease.counter:08d}/{name}.{hashlib.sha256(content).hexdigest()[:16]}"
@@ -307,6 +307,27 @@ class Mirror:
         nonce = self._lease.state.owner["nonce"]
         about = {"url": self._bucket.url, "nonce": nonce, "delivered": delivered, "ended": ended}
         write_json(self._directory.parent / ABOUT, about)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[dict[str, BufferedReader]]:
+    """The files of a checkpoint by name, its manifest last: what has a manifest in the store is whole.
+
+    All are open before the first one is sent: the run may remove the checkpoint meanwhile. If it lives shorter than it
+    travels, as on a slow line, the store would else never have any.
+
+    Raises:
+        FileNotFoundError: the run has removed or replaced it.
+    """
+    manifest = path / checkpoint_files.MANIFEST
+    with contextlib.ExitStack() as stack:
+        last = stack.enter_context(reading(manifest, shared=True))
+        files = {}
+        for name in sorted(read_json(manifest).get("files", {})):
+            files[name] = stack.enter_context(reading(path / name, shared=True))
+        if not is_same(manifest, last.fileno()):
+            raise FileNotFoundError(errno.ENOENT, "it was replaced", str(path))
+        yield {**files, manifest.name: last}
 
 
 def _keys(files: JsonObject, journal: list[JsonObject]) -> set[str]:
