@@ -178,6 +178,27 @@ def test_a_lease_is_renewed_while_a_run_is_brought(store, url, tmp_path, monkeyp
     assert code == 0, errors
 
 
+def test_a_lease_is_renewed_while_a_large_file_travels(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    monkeypatch.setenv(copies.LEASE, "1")
+    monkeypatch.setattr(mirror, "_PAUSE", 0.05)
+    url = f"file://{tmp_path}/disk/run"
+    upload = Bucket.upload
+    before = []
+
+    def long(bucket, key, file):
+        if not before:
+            before.append(believed(bucket).position)
+            until(lambda: believed(bucket).position > before[0], seconds=30)
+        return upload(bucket, key, file)
+
+    monkeypatch.setattr(Bucket, "upload", long)
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+    assert steps_in(copies.copy(url)) == [1]
+    assert is_tidy(url)
+
+
 def test_a_store_that_creates_an_object_twice_is_refused(store, url):
     store.ignores = "if-none-match"
     with pytest.raises(UsageError, match="ignores If-None-Match"), copies.mirrored(url):

@@ -8,9 +8,11 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from io import BufferedReader
 from pathlib import Path
+from typing import ParamSpec
 
 from callbacks.files import is_same, read, read_json, reading, write_json
 from callbacks.run_record.journal import NAME as JOURNAL
@@ -33,6 +35,8 @@ _MOST_SEGMENTS = 40
 """How many segments the journal may have before they are written as one."""
 _OUTAGE_PAUSE = 5.0
 """Seconds between two tries, while the store doesn't answer."""
+
+P = ParamSpec("P")
 
 # By run directory: a run asks whether it still has its lease, and doesn't know its mirror.
 _active: dict[Path, Mirror] = {}
@@ -205,9 +209,8 @@ class Mirror:
         end = start + len(content)
         if end <= delivered:
             return
-        self._lease.check()
         key = f"data/{self._lease.counter:08d}/{JOURNAL}.{start:012d}-{end:012d}"
-        digest = self._bucket.put(key, content)
+        digest = _sent(self._lease, self._bucket.put, key, content)
         self._journal = [*earlier, _about(key, digest)]
 
     def _deliver_others(self, at_once: bool) -> None:
@@ -222,9 +225,8 @@ class Mirror:
                 stamp = _stamp(path)
                 if self._seen.get(name) == stamp:
                     continue
-                self._lease.check()
                 content = read(path, most=stamp[1] + (1 << 20), shared=True)  # it may grow while it is sent
-                digest = self._bucket.put(self._key(name, content), content)
+                digest = _sent(self._lease, self._bucket.put, self._key(name, content), content)
                 self._files[name] = _about(self._key(name, content), digest)
                 self._seen[name] = stamp
 
@@ -244,11 +246,10 @@ class Mirror:
 
     def _upload(self, path: Path, file: BufferedReader) -> JsonObject:
         """Puts a file that doesn't change, and is open; its path may be gone."""
-        self._lease.check()
         folder = f"data/{self._lease.counter:08d}/{self._name(path)}"
         # A checkpoint of the same step may be written again: each has a name of its own.
         key = f"{folder}.{os.fstat(file.fileno()).st_mtime_ns:x}"
-        return _about(key, self._bucket.upload(key, file))
+        return _about(key, _sent(self._lease, self._bucket.upload, key, file))
 
     def _key(self, name: str, content: bytes) -> str:
         return f"data/{self._lease.counter:08d}/{name}.{hashlib.sha256(content).hexdigest()[:16]}"
@@ -328,6 +329,21 @@ def _opened(path: Path) -> Iterator[dict[str, BufferedReader]]:
         if not is_same(manifest, last.fileno()):
             raise FileNotFoundError(errno.ENOENT, "it was replaced", str(path))
         yield {**files, manifest.name: last}
+
+
+def _sent(lease: Lease, send: Callable[P, Digest], *arguments: P.args, **more: P.kwargs) -> Digest:
+    """What `send` returns. The lease is renewed before it, and meanwhile.
+
+    A large file, or many small ones, may take longer than the lease lasts: another process would take a run that is
+    alive.
+    """
+    lease.renew()
+    with ThreadPoolExecutor(1, "upload", lower_priority) as pool:
+        sent = pool.submit(send, *arguments, **more)
+        while not wait([sent], timeout=_PAUSE).done:
+            with contextlib.suppress(StoreError):  # of an outage, `send` will tell
+                lease.renew()
+        return sent.result()
 
 
 def _keys(files: JsonObject, journal: list[JsonObject]) -> set[str]:
