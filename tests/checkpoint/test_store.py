@@ -256,6 +256,31 @@ def test_a_start_that_fails_costs_nothing_of_what_was_here_or_brought(store, url
     assert is_tidy(url)
 
 
+@pytest.mark.parametrize("moment", ["_prepare_spool", "Mirror"])
+def test_a_kill_while_the_lease_is_taken_costs_nothing_of_what_was_here(moment, store, url, monkeypatch, capfd):
+    def killed(*args):
+        ready(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv(copies.LEASE, "1")
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+    with copies.mirrored(url):
+        store.down = True
+        write(directory, 2)
+    store.down = False
+    ready = getattr(copies, moment)
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, moment, killed)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt), copies.mirrored(url):
+                pass
+    with copies.mirrored(url):
+        assert steps_in(directory) == [1, 2]
+    assert "another machine has gone on" not in capfd.readouterr().err
+    assert steps_in(copies.copy(url)) == [1, 2]
+
+
 def test_what_a_store_says_is_told_and_a_start_without_it_is_no_bad_input(store, url, command, monkeypatch):
     monkeypatch.setenv(mirror.WAIT, "0")
     missing = url.replace("s3://bucket/", "s3://missing/")

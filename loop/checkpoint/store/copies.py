@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import secrets
 import shutil
@@ -47,15 +48,9 @@ def mirrored(url: str) -> Iterator[Path]:
     with lock.locked(directory.parent):
         bucket = Bucket(url, make=True)
         about = read_json(directory.parent / address.ABOUT)
-        lease = _taken(bucket, about.get("nonce") if about.get("ended") else None)
-        assert lease.state is not None
-        # Another process had the lease in between: what is here may not be the beginning of what the store has.
-        if directory.exists() and about.get("nonce", "") != lease.taken_from:
-            aside = directory.with_name(f"{directory.name}.stale-{secrets.token_hex(4)}")
-            directory.rename(aside)
-            tell(f"note: another machine has gone on with {url}: what this one had is kept in {aside}")
+        ended = about.get("nonce") if about.get("ended") else None
+        lease = _taken(bucket, ended, functools.partial(_prepare_spool, url, directory))
         mirror = Mirror(bucket, lease, directory)
-        # Before anything is brought: if that fails, the next start goes on with what is here, and doesn't put it aside.
         mirror.note(delivered=False)
         directory.mkdir(exist_ok=True)
         try:
@@ -71,12 +66,36 @@ def mirrored(url: str) -> Iterator[Path]:
             mirror.close()
 
 
-def _taken(bucket: Bucket, ended: str | None = None) -> Lease:
+def _prepare_spool(url: str, directory: Path, nonce: str, before: str) -> None:
+    """Puts a spool aside that is older than the store, and notes who goes on from whom.
+
+    Args:
+        url: of the run.
+        directory: its spool.
+        nonce: that of this process, which has taken the lease.
+        before: that of the owner from whose state it goes on.
+    """
+    note = directory.parent / address.ABOUT
+    about = read_json(note)
+    # Another process had the lease in between: what is here may not be the beginning of what the store has.
+    if directory.exists() and before not in (about.get("nonce", ""), about.get("before")):
+        aside = directory.with_name(f"{directory.name}.stale-{secrets.token_hex(4)}")
+        directory.rename(aside)
+        tell(f"note: another machine has gone on with {url}: what this one had is kept in {aside}")
+    # Both, and before the store has the first state of this process: after a kill around that moment, the next start
+    # finds one of the two there, and goes on with what is here. It may be more than was delivered.
+    write_json(note, {"url": url, "nonce": nonce, "before": before, "delivered": False})
+
+
+def _taken(
+    bucket: Bucket, ended: str | None = None, prepare: Callable[[str, str], object] = lambda nonce, before: None
+) -> Lease:
     """The lease of a run, for this process; waits for an owner that doesn't renew it.
 
     Args:
         bucket: that of the run.
         ended: the nonce of an owner that has ended without the store; its process may be alive, as a notebook's is.
+        prepare: called with the nonces of this owner and the one before; see `Lease.try_take`.
 
     Raises:
         UsageError: its owner renews it.
@@ -91,7 +110,7 @@ def _taken(bucket: Bucket, ended: str | None = None) -> Lease:
 
     while True:
         try:
-            newest = lease.try_take(is_gone)
+            newest = lease.try_take(is_gone, functools.partial(prepare, owner["nonce"]))
         except StoreError as error:
             if time.monotonic() >= deadline:
                 raise
