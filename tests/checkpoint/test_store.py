@@ -14,7 +14,7 @@ from loop import fit
 from loop.checkpoint import checkpoint_files, lock
 from loop.checkpoint.store import address, copies, mirror
 from loop.checkpoint.store.bucket import Bucket, DamagedError, StoreError
-from loop.checkpoint.store.lease import Lease, believed
+from loop.checkpoint.store.lease import Lease, State, believed
 from loop.commands import runs
 from loop.commands.cli.runs import _confirm_removal
 from loop.commands.evaluate import evaluate
@@ -450,6 +450,24 @@ def test_what_others_remove_from_the_store_is_delivered_again(store, url, tmp_pa
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
     assert copies.deliver(url)
     assert steps_in(copies.copy(url)) == [1, 2]
+
+
+def test_a_run_that_cannot_be_read_hides_no_other_of_its_folder(tmp_path, monkeypatch, command):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    for name in ("good", "damaged"):
+        with copies.mirrored(f"file://{tmp_path}/disk/{name}") as directory:
+            write(directory, 1)
+    bucket = Bucket(f"file://{tmp_path}/disk/damaged")
+    [key] = bucket.keys("state")
+    bucket.put(key, b"{}")
+    # Of this one, the store has the lease alone, as of a process that was killed then.
+    (tmp_path / "disk" / "begun" / "state" / "00000001").mkdir(parents=True)
+    first = State((1, 0), {"nonce": "1"})
+    (tmp_path / "disk" / "begun" / first.key).write_bytes(first.encoded())
+    code, out, err = command("runs", "--root", f"file://{tmp_path}/disk")
+    assert code == 0, err
+    assert "good" in out
+    assert f"warning: file://{tmp_path}/disk/damaged: {key} has changed" in err
 
 
 def test_runs_of_a_folder_and_their_removal(store, url):

@@ -31,6 +31,10 @@ _LOOK = 0.5
 """Seconds between two looks at a lease."""
 
 
+class NoRunError(UsageError):
+    """There is no run at a URL."""
+
+
 @contextlib.contextmanager
 def mirrored(url: str) -> Iterator[Path]:
     """Within it, this process alone writes to the run at a URL, and what its spool holds is delivered.
@@ -238,7 +242,7 @@ def copy(url: str, checkpoints: bool = True) -> Path:
         checkpoints: whether they are wanted, too.
 
     Raises:
-        UsageError: there is no run.
+        NoRunError: there is no run.
         StoreError: the store doesn't answer.
     """
     directory = address.directory_of(url, address.COPIES)
@@ -249,7 +253,7 @@ def copy(url: str, checkpoints: bool = True) -> Path:
         for _ in range(5):
             state = believed(bucket)
             if state is None:
-                raise UsageError(f"{url}: no run there")
+                raise NoRunError(f"{url}: no run there")
             try:
                 _refresh(bucket, state, directory, checkpoints)
                 return directory
@@ -270,7 +274,12 @@ def copies_below(url: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     names = runs_below(url)
     for name in names:
-        copy(f"{url}/{address.quoted(name)}", checkpoints=False)
+        try:
+            copy(f"{url}/{address.quoted(name)}", checkpoints=False)
+        except NoRunError:  # it has only begun, or was removed just now
+            continue
+        except (DamagedError, MissingError) as error:  # one alone must not hide the others
+            tell(f"warning: {error}")
     for path in folder.iterdir():
         if path.is_dir() and path.name not in names:  # it was removed
             shutil.rmtree(path)
@@ -338,11 +347,12 @@ def remove(url: str) -> None:
     """Removes a run from the store, and what this machine has of it.
 
     Raises:
-        UsageError: there is no run, or it is under way.
+        NoRunError: there is no run.
+        UsageError: it is under way.
     """
     bucket = Bucket(url)
     if believed(bucket) is None:
-        raise UsageError(f"{url}: no run there")
+        raise NoRunError(f"{url}: no run there")
     lease = _taken(bucket)
     assert lease.state is not None
     bucket.delete(bucket.keys("data"))

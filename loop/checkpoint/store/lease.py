@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 
 from callbacks.types import JsonObject
-from loop.checkpoint.store.bucket import Bucket, MissingError, StoreError
+from loop.checkpoint.store.bucket import Bucket, DamagedError, MissingError, StoreError
 from loop.errors import TrainingError, UsageError
 
 TTL = 30.0
@@ -92,7 +92,7 @@ def read(bucket: Bucket, position: Position) -> State:
 
     Raises:
         MissingError: it isn't there any more.
-        StoreError: it isn't what was written.
+        DamagedError: it isn't what was written.
     """
     key = State(position, {}).key
     for _ in range(3):  # the answer may have been cut
@@ -103,7 +103,7 @@ def read(bucket: Bucket, position: Position) -> State:
                 return State(**{**body, "position": position})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             pass
-    raise StoreError(f"{bucket.url}: {key} has changed since it was written")
+    raise DamagedError(f"{bucket.url}: {key} has changed since it was written")
 
 
 def believed(bucket: Bucket) -> State | None:
