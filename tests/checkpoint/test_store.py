@@ -396,13 +396,14 @@ def test_a_url_has_the_names_of_its_path_escaped(name, tmp_path, monkeypatch, co
     assert (tmp_path / "disk" / name / name / "state").is_dir()
     folder = url.rpartition("/")[0]
     assert address.url_of_copy(copies.copies_below(folder) / name) == url
-    for words in (["runs", "diff", typed, typed], ["tail", typed]):  # they show no checkpoints, and bring none
-        assert command(*words)[0] == 0
-        assert not (address.directory_of(url, address.COPIES) / "checkpoints").exists()
-    code, out, _ = command("runs", "show", typed)
-    assert code == 0
+    for words in (["runs", "diff", typed, typed], ["tail", typed], ["report", typed], ["runs", "show", typed]):
+        code, out, _ = command(*words)
+        assert code == 0
+        assert not (address.directory_of(url, address.COPIES) / "checkpoints").exists()  # no weights are brought
     assert name in out
     assert "step-00000001" in out
+    assert "80.6 kB" in out
+    assert "step-00000001" in (address.directory_of(url, address.COPIES) / "report.html").read_text()
     with pytest.raises(UsageError, match=re.escape(f"{url}: you haven't trained there")):
         trust.known_target(address.directory_of(url, address.COPIES), "task.py:Mine", None)
 

@@ -132,9 +132,19 @@ def is_delivered(directory: Path) -> bool:
     return url_of(directory) is None or bool(read_json(directory.parent / ABOUT).get("delivered"))
 
 
+def index_of(directory: Path) -> Path:
+    """The file that says of which run in a store a directory is a copy, and what the store has of it."""
+    return directory.with_name(f"{directory.name}.json")
+
+
+def checkpoints_of_copy(directory: Path) -> dict[str, int] | None:
+    """The bytes of each checkpoint that a run in a store has, by name; None: the directory is no copy of one."""
+    return None if url_of_copy(directory) is None else read_json(index_of(directory)).get("checkpoints", {})
+
+
 def url_of_copy(directory: Path) -> str | None:
     """The URL of a run of which a directory is a copy."""
-    url = read_json(directory.with_name(f"{directory.name}.json")).get("url")
+    url = read_json(index_of(directory)).get("url")
     if not isinstance(url, str) or not is_url(url):
         return None
     return url if directory_of(url, COPIES) == directory else None

@@ -288,7 +288,7 @@ def copies_below(url: str) -> Path:
 
 def _refresh(bucket: Bucket, state: State, directory: Path, checkpoints: bool) -> None:
     """Makes a copy what a state says. Checkpoints that aren't wanted, but are there already, stay."""
-    index = directory.with_name(f"{directory.name}.json")
+    index = address.index_of(directory)
     had = read_json(index).get("files", {})
     directory.mkdir(exist_ok=True)
     files: JsonObject = {}
@@ -307,11 +307,15 @@ def _refresh(bucket: Bucket, state: State, directory: Path, checkpoints: bool) -
     # What is longer here than in the store isn't the beginning of it.
     if sum(segment["bytes"] for segment in state.journal) < _size(directory / JOURNAL):
         (directory / JOURNAL).unlink()
+    sizes: dict[str, int] = {}
     for name in state.files:
-        if checkpoints or not name.startswith("checkpoints/"):
+        if is_of_checkpoint := name.startswith("checkpoints/"):
+            step = name.split("/")[1]
+            sizes[step] = sizes.get(step, 0) + state.files[name]["bytes"]
+        if checkpoints or not is_of_checkpoint:
             files[name] = state.files[name]
     # Before they are brought: what an interrupted call has brought is then removed once it has changed in the store.
-    write_json(index, {"url": bucket.url, "files": files})
+    write_json(index, {"url": bucket.url, "files": files, "checkpoints": sizes})
     bring(bucket, dataclasses.replace(state, files=files), directory)
 
 
