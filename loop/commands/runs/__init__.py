@@ -15,6 +15,6 @@ from loop.commands.runs.removal import check_removable, remove, size
 
 __all__ = [
     "FIELDS", "ROOT", "as_json", "check_removable", "checkpointed", "compare", "diff", "event_line", "listed",
-    "locate", "named", "page_of", "reader", "refuse_sweep", "remove", "several", "show", "shown_as_json", "size", "table",
-    "tail",
+    "locate", "named", "page_of", "reader", "refuse_sweep", "remove", "several", "show", "shown_as_json", "size",
+    "table", "tail",
 ]  # fmt: skip
