@@ -210,6 +210,6 @@ def arrays(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _array(tensor: tf.Tensor) -> np.ndarray:
-    # Not by `.numpy()`, which copies: all tensors at once, while the checkpoint is being written. But NumPy doesn't take
-    # a bfloat16 of no dimension in the other way.
+    # Not by `.numpy()`, which copies: all tensors at once, while the checkpoint is being written. But in the other way,
+    # NumPy doesn't take a bfloat16 without a dimension.
     return np.asarray(tensor) if tensor.shape.rank else np.asarray(tensor.numpy())
