@@ -429,6 +429,19 @@ def test_who_only_looks_leaves_no_directory_at_a_url(tmp_path, command):
     assert not (tmp_path / "mistyped").exists()
 
 
+def test_a_file_of_any_name_is_delivered(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    url = f"file://{tmp_path}/disk/run"
+    names = ["tab\t.txt", "two\nlines", "bad\udcff", "x" * 245, "größe", "a#1", "a%20b"]
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+        for name in names:
+            (directory / name).write_text(name, errors="surrogateescape")
+    assert is_tidy(url)
+    copied = copies.copy(url)
+    assert [(copied / name).read_text(errors="surrogateescape") for name in names] == names
+
+
 def test_what_others_remove_from_the_store_is_delivered_again(store, url, tmp_path, monkeypatch):
     bucket = Bucket(url)
     with copies.mirrored(url) as directory:

@@ -252,6 +252,9 @@ class Mirror:
         return _about(key, _sent(self._lease, self._bucket.upload, key, file))
 
     def _key(self, name: str, content: bytes) -> str:
+        # A store takes no control characters, no bytes that aren't UTF-8, and not any length. The state has the name.
+        if not name.isprintable() or len(os.fsencode(name)) > 200:
+            name = hashlib.sha256(os.fsencode(name)).hexdigest()
         return f"data/{self._lease.counter:08d}/{name}.{hashlib.sha256(content).hexdigest()[:16]}"
 
     def _name(self, path: Path) -> str:
