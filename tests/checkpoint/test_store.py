@@ -9,7 +9,7 @@ import numpy as np
 import obstore
 import pytest
 
-from callbacks import Checkpoint, MLflowTracker
+from callbacks import Callback, Checkpoint, MLflowTracker
 from loop import fit
 from loop.checkpoint import checkpoint_files, lock
 from loop.checkpoint.store import address, copies, mirror
@@ -229,6 +229,27 @@ def test_what_an_outage_left_is_delivered_later(store, url, capfd):
     assert address.is_delivered(directory)
     assert steps_in(copies.copy(url)) == [1, 2]
     assert is_tidy(url)
+
+
+def test_a_state_directory_behind_a_link_is_the_same_one(store, url, quiet, tmp_path, monkeypatch):
+    """As a home directory may be: a run has its directory without links."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "link"))
+    monkeypatch.setenv(mirror.WAIT, "0")
+
+    class Down(Callback):
+        def on_fit_start(self, run):
+            assert run.directory in mirror._active  # else the run would not hear that its lease is lost
+            store.down = True
+
+    run_dir = fit(Weighted(), epochs=1, callbacks=[*quiet(), Down()], run_dir=url).run_dir
+    assert address.url_named(run_dir) == url
+    assert not address.is_delivered(run_dir)
+    store.down = False
+    assert copies.deliver(url)
+    assert address.is_delivered(run_dir)
+    assert address.url_of_copy(copies.copy(url)) == url
 
 
 def test_a_start_that_fails_costs_nothing_of_what_was_here_or_brought(store, url, tmp_path, monkeypatch, capfd):
