@@ -20,7 +20,7 @@ from callbacks import Callback, Checkpoint
 from callbacks.run_record import journal, record
 from loop import fit
 from loop.backends import create
-from loop.checkpoint import checkpoint_files
+from loop.checkpoint import checkpoint_files, lock
 from loop.checkpoint.lock import locked
 from loop.commands import replay as replaying
 from loop.errors import TrainingError, UsageError
@@ -671,6 +671,14 @@ def test_lock_is_free_after_its_owner_though_a_child_has_inherited_it(tmp_path):
         pass
     owner.stdin.close()
     owner.stdout.close()
+
+
+def test_a_process_of_another_machine_of_the_same_name_is_not_taken_for_dead():
+    """The first namespace of process ids has the same number on each machine."""
+    owner = lock.about_this_process() | {"pid": 5_000_000}  # more than a system has
+    assert lock.is_dead(owner)
+    number = owner["namespace"].rpartition(" ")[2]
+    assert not lock.is_dead(owner | {"namespace": f"4a74c8cd-f558-4251-985e-000000000000 {number}"})
 
 
 @contextlib.contextmanager

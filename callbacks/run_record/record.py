@@ -139,11 +139,18 @@ def read(path: Path, whole: bool = True) -> Record:
 
 
 class Reader:
-    """Reads a run directory again and again, of its journal each time what is new; see `read`."""
+    """Reads a run directory again and again, of its journal each time what is new; see `read`.
 
-    def __init__(self, path: Path, whole: bool = True) -> None:
+    Args:
+        path: the run directory.
+        whole: see `read`.
+        elsewhere: the bytes of each checkpoint by name, where they aren't in the directory: it is a copy without them.
+    """
+
+    def __init__(self, path: Path, whole: bool = True, elsewhere: Mapping[str, int] | None = None) -> None:
         self._path = path
         self._whole = whole
+        self._elsewhere = elsewhere
         self._story = Story(whole, read_about(path).get("options"))
         self._offset = 0  # bytes of the journal that have been read
 
@@ -185,12 +192,23 @@ class Reader:
             curves={name: sorted(points.items()) for name, points in story.curves.metrics.items()},
             speed=sorted(story.curves.speed.items()),
             clock=story.timeline.points,
-            checkpoints=list(_checkpoints(path / "checkpoints", story.saved)) if self._whole else [],
+            checkpoints=list(self._checkpoints()) if self._whole else [],
             split=story.split.seconds,
             ranks=story.split.ranks,
             verdict=story.split.verdict,
             faults=[*story.faults, *_killed(status, story)],
         )
+
+    def _checkpoints(self) -> Iterator[Checkpoint]:
+        """The checkpoints of the run, oldest first."""
+        saved = self._story.saved
+        if self._elsewhere is None:
+            yield from _checkpoints(self._path / "checkpoints", saved)
+            return
+        for path in sorted(map(Path, self._elsewhere), key=step_of):
+            # A kill may have come before the line that says when it was complete.
+            reason, time = saved.get(path.name) or ("", self._story.timeline.now)
+            yield Checkpoint(path.name, step_of(path), reason, self._elsewhere[path.name], time)
 
     def _read_lines(self) -> None:
         """Reads the lines of the journal that came since the last look."""

@@ -176,6 +176,15 @@ def mend(directory: Path) -> None:
             aside.rename(final)
 
 
+def has_any(directory: Path) -> bool:
+    """Whether there is a checkpoint below `directory`, or one that `mend` brings back.
+
+    Raises:
+        CheckpointError: the directory can't be read.
+    """
+    return bool(complete(directory)) or any(directory.glob("step-*.old.tmp"))
+
+
 def complete(directory: Path) -> list[Path]:
     """The checkpoints below `directory`, oldest first. They are found by name and not verified.
 

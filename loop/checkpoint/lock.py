@@ -119,9 +119,11 @@ def is_dead(owner: JsonObject) -> bool:
 
 
 def _namespace() -> str:
-    """The namespace of process ids: containers may share the name of a host, but not this."""
+    """The namespace of process ids. Containers and machines may share the name of a host, but not this."""
     try:
-        return str(Path("/proc/self/ns/pid").readlink())
+        # The first namespace of each machine has the same number; the id is drawn anew when a machine starts.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:  # not on Linux
         return ""
 

@@ -206,5 +206,10 @@ def _make_durable(path: Path) -> None:
 
 def arrays(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors as NumPy arrays, of the same memory where it is the host's; what isn't a tensor, as it is."""
-    # Not by `.numpy()`, which copies: all tensors at once, while the checkpoint is being written.
-    return {name: np.asarray(value) if tf.is_tensor(value) else value for name, value in tensors.items()}
+    return {name: _array(value) if tf.is_tensor(value) else value for name, value in tensors.items()}
+
+
+def _array(tensor: tf.Tensor) -> np.ndarray:
+    # Not by `.numpy()`, which copies: all tensors at once, while the checkpoint is being written. But in the other way,
+    # NumPy doesn't take a bfloat16 without a dimension.
+    return np.asarray(tensor) if tensor.shape.rank else np.asarray(tensor.numpy())

@@ -13,7 +13,7 @@ from pathlib import Path
 from socketserver import TCPServer
 
 from callbacks.run_record import journal
-from callbacks.run_record.record import ABOUT, Reader, under_way
+from callbacks.run_record.record import ABOUT, under_way
 from callbacks.run_record.redaction import tell
 from loop.commands import runs
 
@@ -27,7 +27,7 @@ class LivePage:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
-        self._readers = list(map(Reader, paths))
+        self._readers = list(map(runs.reader, paths))
         self._lock = threading.Lock()  # browsers ask at the same time
         self._state: object = None
         self._content = b""

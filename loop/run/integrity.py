@@ -75,7 +75,7 @@ def check_checkpoints(directory: Path, about: Json) -> None:
         UsageError: it had a checkpoint, by its journal or `run.json` (`about`), and has none now.
     """
     checkpoints = directory / CHECKPOINTS
-    if checkpoint_files.complete(checkpoints):
+    if checkpoint_files.has_any(checkpoints):
         return
     lost = _recorded_checkpoint(directory) or about.get("checkpoint")
     progress = about.get("progress")

@@ -109,7 +109,7 @@ def _prepare(task: TrainTask, run_dir: str | Path | None, resume: str | Path, in
         )
     if resume == "never":
         integrity.put_aside(directory)
-        if checkpoint_files.complete(directory / "checkpoints"):
+        if checkpoint_files.has_any(directory / "checkpoints"):
             raise UsageError(
                 f'the run directory {directory} holds checkpoints, and resume="never" would write over them: give '
                 'another run directory, or resume="auto" to go on from them'

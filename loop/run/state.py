@@ -364,7 +364,9 @@ def assign(variables: Mapping[str, Variable], tensors: Arrays) -> None:
             raise UsageError(other_number(kind, own[kind], split(tensors, f"{kind}/")[0]))
     # By position: the names that Keras gives depend on what else a process has built.
     for (name, variable), (other, value) in zip(variables.items(), tensors.items(), strict=True):
-        if (tuple(variable.shape), variable.dtype.as_numpy_dtype) != (value.shape, value.dtype):
+        # A variable may leave a size open, as shape=[None] does: it takes the value of any size.
+        fits = tf.TensorShape(variable.shape).is_compatible_with(value.shape)
+        if not fits or variable.dtype.as_numpy_dtype != value.dtype:
             raise UsageError(
                 f"variable {name} is {variable.dtype.name}{list(variable.shape)}, but {other} in the checkpoint is "
                 f"{value.dtype.name}{list(value.shape)}: the task builds another model than the one that was saved"

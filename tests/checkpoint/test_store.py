@@ -9,19 +9,20 @@ import numpy as np
 import obstore
 import pytest
 
-from callbacks import Checkpoint, MLflowTracker
+from callbacks import Callback, Checkpoint, MLflowTracker
 from loop import fit
 from loop.checkpoint import checkpoint_files, lock
 from loop.checkpoint.store import address, copies, mirror
 from loop.checkpoint.store.bucket import Bucket, DamagedError, StoreError
-from loop.checkpoint.store.lease import believed
+from loop.checkpoint.store.lease import Lease, State, believed
 from loop.commands import runs
 from loop.commands.cli.runs import _confirm_removal
 from loop.commands.evaluate import evaluate
 from loop.errors import UsageError
 from loop.run import trust
 from tests.callback.test_tracking import Server
-from tests.checkpoint.stored_runs import Process, is_tidy, other_machine, steps_in, write
+from tests.checkpoint.stored_runs import Process, is_tidy, other_machine, steps_in, tensors, write
+from tests.checkpoint.test_parts import written
 from tests.conftest import tfloop, until
 from tests.tasks import Weighted
 from tests.test_reliability import files_no_longer_than
@@ -177,6 +178,27 @@ def test_a_lease_is_renewed_while_a_run_is_brought(store, url, tmp_path, monkeyp
     assert code == 0, errors
 
 
+def test_a_lease_is_renewed_while_a_large_file_travels(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    monkeypatch.setenv(copies.LEASE, "1")
+    monkeypatch.setattr(mirror, "_PAUSE", 0.05)
+    url = f"file://{tmp_path}/disk/run"
+    upload = Bucket.upload
+    before = []
+
+    def long(bucket, key, file):
+        if not before:
+            before.append(believed(bucket).position)
+            until(lambda: believed(bucket).position > before[0], seconds=30)
+        return upload(bucket, key, file)
+
+    monkeypatch.setattr(Bucket, "upload", long)
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+    assert steps_in(copies.copy(url)) == [1]
+    assert is_tidy(url)
+
+
 def test_a_store_that_creates_an_object_twice_is_refused(store, url):
     store.ignores = "if-none-match"
     with pytest.raises(UsageError, match="ignores If-None-Match"), copies.mirrored(url):
@@ -209,6 +231,27 @@ def test_what_an_outage_left_is_delivered_later(store, url, capfd):
     assert is_tidy(url)
 
 
+def test_a_state_directory_behind_a_link_is_the_same_one(store, url, quiet, tmp_path, monkeypatch):
+    """As a home directory may be: a run has its directory without links."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "link"))
+    monkeypatch.setenv(mirror.WAIT, "0")
+
+    class Down(Callback):
+        def on_fit_start(self, run):
+            assert run.directory in mirror._active  # else the run would not hear that its lease is lost
+            store.down = True
+
+    run_dir = fit(Weighted(), epochs=1, callbacks=[*quiet(), Down()], run_dir=url).run_dir
+    assert address.url_named(run_dir) == url
+    assert not address.is_delivered(run_dir)
+    store.down = False
+    assert copies.deliver(url)
+    assert address.is_delivered(run_dir)
+    assert address.url_of_copy(copies.copy(url)) == url
+
+
 def test_a_start_that_fails_costs_nothing_of_what_was_here_or_brought(store, url, tmp_path, monkeypatch, capfd):
     with copies.mirrored(url) as directory:
         write(directory, 1)
@@ -232,6 +275,31 @@ def test_a_start_that_fails_costs_nothing_of_what_was_here_or_brought(store, url
     assert [path.name for path in directory.parent.glob("run*")] == ["run"]
     assert steps_in(copies.copy(url)) == [1, 2]
     assert is_tidy(url)
+
+
+@pytest.mark.parametrize("moment", ["_prepare_spool", "Mirror"])
+def test_a_kill_while_the_lease_is_taken_costs_nothing_of_what_was_here(moment, store, url, monkeypatch, capfd):
+    def killed(*args):
+        ready(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv(copies.LEASE, "1")
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+    with copies.mirrored(url):
+        store.down = True
+        write(directory, 2)
+    store.down = False
+    ready = getattr(copies, moment)
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, moment, killed)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt), copies.mirrored(url):
+                pass
+    with copies.mirrored(url):
+        assert steps_in(directory) == [1, 2]
+    assert "another machine has gone on" not in capfd.readouterr().err
+    assert steps_in(copies.copy(url)) == [1, 2]
 
 
 def test_what_a_store_says_is_told_and_a_start_without_it_is_no_bad_input(store, url, command, monkeypatch):
@@ -293,7 +361,8 @@ def test_large_files_travel_in_parts(store, url, tmp_path):
     path = tmp_path / "large"
     path.write_bytes(np.random.default_rng(0).bytes((17 << 20) + 5))
     bucket = Bucket(url)
-    digest = bucket.upload("data/large", path)
+    with path.open("rb") as file:
+        digest = bucket.upload("data/large", file)
     about = obstore.head(bucket._store, "data/large")
     assert about["e_tag"].strip('"') == digest.etag
     bucket.download("data/large", tmp_path / "back", digest.bytes, digest.sha256)
@@ -348,13 +417,14 @@ def test_a_url_has_the_names_of_its_path_escaped(name, tmp_path, monkeypatch, co
     assert (tmp_path / "disk" / name / name / "state").is_dir()
     folder = url.rpartition("/")[0]
     assert address.url_of_copy(copies.copies_below(folder) / name) == url
-    for words in (["runs", "diff", typed, typed], ["tail", typed]):  # they show no checkpoints, and bring none
-        assert command(*words)[0] == 0
-        assert not (address.directory_of(url, address.COPIES) / "checkpoints").exists()
-    code, out, _ = command("runs", "show", typed)
-    assert code == 0
+    for words in (["runs", "diff", typed, typed], ["tail", typed], ["report", typed], ["runs", "show", typed]):
+        code, out, _ = command(*words)
+        assert code == 0
+        assert not (address.directory_of(url, address.COPIES) / "checkpoints").exists()  # no weights are brought
     assert name in out
     assert "step-00000001" in out
+    assert "80.6 kB" in out
+    assert "step-00000001" in (address.directory_of(url, address.COPIES) / "report.html").read_text()
     with pytest.raises(UsageError, match=re.escape(f"{url}: you haven't trained there")):
         trust.known_target(address.directory_of(url, address.COPIES), "task.py:Mine", None)
 
@@ -378,6 +448,19 @@ def test_who_only_looks_leaves_no_directory_at_a_url(tmp_path, command):
         assert code == 2
         assert "there is no such directory" in err
     assert not (tmp_path / "mistyped").exists()
+
+
+def test_a_file_of_any_name_is_delivered(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    url = f"file://{tmp_path}/disk/run"
+    names = ["tab\t.txt", "two\nlines", "bad\udcff", "x" * 245, "größe", "a#1", "a%20b"]
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+        for name in names:
+            (directory / name).write_text(name, errors="surrogateescape")
+    assert is_tidy(url)
+    copied = copies.copy(url)
+    assert [(copied / name).read_text(errors="surrogateescape") for name in names] == names
 
 
 def test_what_others_remove_from_the_store_is_delivered_again(store, url, tmp_path, monkeypatch):
@@ -404,6 +487,24 @@ def test_what_others_remove_from_the_store_is_delivered_again(store, url, tmp_pa
     assert steps_in(copies.copy(url)) == [1, 2]
 
 
+def test_a_run_that_cannot_be_read_hides_no_other_of_its_folder(tmp_path, monkeypatch, command):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    for name in ("good", "damaged"):
+        with copies.mirrored(f"file://{tmp_path}/disk/{name}") as directory:
+            write(directory, 1)
+    bucket = Bucket(f"file://{tmp_path}/disk/damaged")
+    [key] = bucket.keys("state")
+    bucket.put(key, b"{}")
+    # Of this one, the store has the lease alone, as of a process that was killed then.
+    (tmp_path / "disk" / "begun" / "state" / "00000001").mkdir(parents=True)
+    first = State((1, 0), {"nonce": "1"})
+    (tmp_path / "disk" / "begun" / first.key).write_bytes(first.encoded())
+    code, out, err = command("runs", "--root", f"file://{tmp_path}/disk")
+    assert code == 0, err
+    assert "good" in out
+    assert f"warning: file://{tmp_path}/disk/damaged: {key} has changed" in err
+
+
 def test_runs_of_a_folder_and_their_removal(store, url):
     with copies.mirrored(url) as directory:
         write(directory, 1)
@@ -415,3 +516,46 @@ def test_runs_of_a_folder_and_their_removal(store, url):
     assert not Bucket(url).keys("")
     with pytest.raises(UsageError, match="no run there"):
         copies.copy(url)
+
+
+def test_a_step_that_is_written_again_with_fewer_files_stays_in_the_store(tmp_path, monkeypatch):
+    """As by one worker after two, each of which has written its part."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    url = f"file://{tmp_path}/disk/run"
+    with copies.mirrored(url) as directory:
+        _, finish = written(directory / "checkpoints", {"weights": tensors(1)["weights"]}, 2, step=1)
+        finish()
+    assert len(list((copies.copy(url) / "checkpoints" / "step-00000001").iterdir())) == 4
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+    assert is_tidy(url)
+    copied = copies.copy(url)
+    assert steps_in(copied) == [1]
+    assert len(list((copied / "checkpoints" / "step-00000001").iterdir())) == 2
+
+
+def test_a_checkpoint_that_lives_shorter_than_it_travels_is_delivered(tmp_path, monkeypatch):
+    """As on a slow line. Else the store has none as long as the run goes on."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    url = f"file://{tmp_path}/disk/run"
+    upload = Bucket.upload
+
+    def slow(bucket, key, file):
+        if "step-00000001" in key and directory.joinpath("checkpoints/step-00000001").exists():
+            write(directory, 2)
+            checkpoint_files._remove(directory / "checkpoints" / "step-00000001")
+        return upload(bucket, key, file)
+
+    def noted(lease, files, *more):
+        published.update(files)
+        publish(lease, files, *more)
+
+    published = set()
+    publish = Lease.publish
+    monkeypatch.setattr(Bucket, "upload", slow)
+    monkeypatch.setattr(Lease, "publish", noted)
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+        until(lambda: "checkpoints/step-00000001/manifest.json" in published, seconds=30)
+    assert steps_in(copies.copy(url)) == [2]
+    assert is_tidy(url)

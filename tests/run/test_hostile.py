@@ -197,6 +197,19 @@ def test_after_a_new_start_the_checkpoints_of_before_are_not_missed(run, quiet, 
     assert prepare(run) == run
 
 
+def test_the_only_checkpoint_put_aside_by_a_kill_is_not_lost(run, quiet):
+    """As between the two renames by which a checkpoint of the same step takes its place."""
+    checkpoints = run / "checkpoints"
+    for path in checkpoint_files.complete(checkpoints)[:-1]:
+        shutil.rmtree(path)
+    [last] = checkpoints.iterdir()
+    last.rename(last.with_name(f"{last.name}.old.tmp"))
+    with pytest.raises(UsageError, match="would write over them"):
+        prepare(run, "never")
+    assert fit(tiny(), epochs=3, run_dir=run, callbacks=quiet()).steps == 3
+    assert last in checkpoint_files.complete(checkpoints)
+
+
 def test_a_run_that_never_saved_starts_again(run):
     (run / "run.json").write_text(json.dumps({"task": "Weighted", "progress": {"step": 90}}))  # of an older version
     shutil.rmtree(run / "checkpoints")

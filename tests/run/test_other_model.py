@@ -45,3 +45,17 @@ def test_shared_weights_of_an_earlier_version(quiet, tmp_path, monkeypatch):
     ):
         fit(Task(), epochs=2, run_dir=tmp_path, callbacks=quiet())
     assert evaluate(Task(), tmp_path)["eval_loss"] == pytest.approx(before.metrics["eval_loss"])
+
+
+class Growing(Task):
+    """Its model has a variable whose size is open."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.seen = tf.Variable(tf.zeros([2]), shape=[None], trainable=False)
+        return model
+
+
+def test_a_variable_of_open_size_goes_on(quiet, tmp_path):
+    assert fit(Growing(), epochs=1, run_dir=tmp_path / "run", callbacks=quiet()).steps == 1
+    assert fit(Growing(), epochs=2, run_dir=tmp_path / "run", callbacks=quiet()).steps == 2

@@ -110,7 +110,8 @@ def place(url: str, kind: str, home: Path | None = None) -> Path:
     # Copies of runs lie side by side as the runs do, so that their folder can be listed.
     whose = url if kind == SPOOLS else url.rpartition("/")[0]
     key = hashlib.sha256(whose.encode()).hexdigest()[:16]
-    return state / "tfloop" / "store" / kind / key
+    # Without links, as a run has its directory: the two are compared, and a home directory may be a link.
+    return (state / "tfloop" / "store" / kind).resolve() / key
 
 
 def directory_of(url: str, kind: str, home: Path | None = None) -> Path:
@@ -120,11 +121,10 @@ def directory_of(url: str, kind: str, home: Path | None = None) -> Path:
 
 def url_of(directory: Path) -> str | None:
     """The URL to which a run directory belongs, if it is the spool of one; a later attempt knows it by that."""
-    if launch_path(directory).parent.parent.name != SPOOLS:
-        return None
-    url = read_json(directory.parent / ABOUT).get("url")
+    real = launch_path(directory).resolve()
+    url = read_json(real.parent / ABOUT).get("url")
     # Only a place that this user's own URL has: a foreign directory names no store that is contacted.
-    return url if isinstance(url, str) and directory_of(url, SPOOLS) == launch_path(directory) else None
+    return url if isinstance(url, str) and directory_of(url, SPOOLS) == real else None
 
 
 def is_delivered(directory: Path) -> bool:
@@ -132,9 +132,19 @@ def is_delivered(directory: Path) -> bool:
     return url_of(directory) is None or bool(read_json(directory.parent / ABOUT).get("delivered"))
 
 
+def index_of(directory: Path) -> Path:
+    """The file that says of which run in a store a directory is a copy, and what the store has of it."""
+    return directory.with_name(f"{directory.name}.json")
+
+
+def checkpoints_of_copy(directory: Path) -> dict[str, int] | None:
+    """The bytes of each checkpoint that a run in a store has, by name; None: the directory is no copy of one."""
+    return None if url_of_copy(directory) is None else read_json(index_of(directory)).get("checkpoints", {})
+
+
 def url_of_copy(directory: Path) -> str | None:
     """The URL of a run of which a directory is a copy."""
-    url = read_json(directory.with_name(f"{directory.name}.json")).get("url")
+    url = read_json(index_of(directory)).get("url")
     if not isinstance(url, str) or not is_url(url):
         return None
-    return url if directory_of(url, COPIES) == directory else None
+    return url if directory_of(url, COPIES) == directory.resolve() else None

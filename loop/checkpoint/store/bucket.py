@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from io import BufferedReader
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NamedTuple
@@ -143,14 +144,11 @@ class Bucket:
         self._confirm(key, digest)
         return digest
 
-    def upload(self, key: str, path: Path) -> Digest:
-        """Puts a file that doesn't change, large ones in parts, and confirms it.
-
-        Raises:
-            FileNotFoundError: the file isn't there.
-        """
-        digest = digest_of_file(path)
-        with reading(path, shared=True) as file, self._errors(key):
+    def upload(self, key: str, file: BufferedReader) -> Digest:
+        """Puts the content of an open file that doesn't change, large ones in parts, and confirms it."""
+        digest = digest_of(iter(lambda: file.read(PART), b""))
+        file.seek(0)
+        with self._errors(key):
             large = digest.bytes > PART
             content = file if large else file.read()  # a large one is read as it is sent, a part after the other
             self._obstore.put(self._store, key, content, use_multipart=large, chunk_size=PART)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import secrets
 import shutil
@@ -30,6 +31,10 @@ _LOOK = 0.5
 """Seconds between two looks at a lease."""
 
 
+class NoRunError(UsageError):
+    """There is no run at a URL."""
+
+
 @contextlib.contextmanager
 def mirrored(url: str) -> Iterator[Path]:
     """Within it, this process alone writes to the run at a URL, and what its spool holds is delivered.
@@ -47,15 +52,9 @@ def mirrored(url: str) -> Iterator[Path]:
     with lock.locked(directory.parent):
         bucket = Bucket(url, make=True)
         about = read_json(directory.parent / address.ABOUT)
-        lease = _taken(bucket, about.get("nonce") if about.get("ended") else None)
-        assert lease.state is not None
-        # Another process had the lease in between: what is here may not be the beginning of what the store has.
-        if directory.exists() and about.get("nonce", "") != lease.taken_from:
-            aside = directory.with_name(f"{directory.name}.stale-{secrets.token_hex(4)}")
-            directory.rename(aside)
-            tell(f"note: another machine has gone on with {url}: what this one had is kept in {aside}")
+        ended = about.get("nonce") if about.get("ended") else None
+        lease = _taken(bucket, ended, functools.partial(_prepare_spool, url, directory))
         mirror = Mirror(bucket, lease, directory)
-        # Before anything is brought: if that fails, the next start goes on with what is here, and doesn't put it aside.
         mirror.note(delivered=False)
         directory.mkdir(exist_ok=True)
         try:
@@ -71,12 +70,36 @@ def mirrored(url: str) -> Iterator[Path]:
             mirror.close()
 
 
-def _taken(bucket: Bucket, ended: str | None = None) -> Lease:
+def _prepare_spool(url: str, directory: Path, nonce: str, before: str) -> None:
+    """Puts a spool aside that is older than the store, and notes who goes on from whom.
+
+    Args:
+        url: of the run.
+        directory: its spool.
+        nonce: that of this process, which has taken the lease.
+        before: that of the owner from whose state it goes on.
+    """
+    note = directory.parent / address.ABOUT
+    about = read_json(note)
+    # Another process had the lease in between: what is here may not be the beginning of what the store has.
+    if directory.exists() and before not in (about.get("nonce", ""), about.get("before")):
+        aside = directory.with_name(f"{directory.name}.stale-{secrets.token_hex(4)}")
+        directory.rename(aside)
+        tell(f"note: another machine has gone on with {url}: what this one had is kept in {aside}")
+    # Both, and before the store has the first state of this process: after a kill around that moment, the next start
+    # finds one of the two there, and goes on with what is here. It may be more than was delivered.
+    write_json(note, {"url": url, "nonce": nonce, "before": before, "delivered": False})
+
+
+def _taken(
+    bucket: Bucket, ended: str | None = None, prepare: Callable[[str, str], object] = lambda nonce, before: None
+) -> Lease:
     """The lease of a run, for this process; waits for an owner that doesn't renew it.
 
     Args:
         bucket: that of the run.
         ended: the nonce of an owner that has ended without the store; its process may be alive, as a notebook's is.
+        prepare: called with the nonces of this owner and the one before; see `Lease.try_take`.
 
     Raises:
         UsageError: its owner renews it.
@@ -91,7 +114,7 @@ def _taken(bucket: Bucket, ended: str | None = None) -> Lease:
 
     while True:
         try:
-            newest = lease.try_take(is_gone)
+            newest = lease.try_take(is_gone, functools.partial(prepare, owner["nonce"]))
         except StoreError as error:
             if time.monotonic() >= deadline:
                 raise
@@ -219,7 +242,7 @@ def copy(url: str, checkpoints: bool = True) -> Path:
         checkpoints: whether they are wanted, too.
 
     Raises:
-        UsageError: there is no run.
+        NoRunError: there is no run.
         StoreError: the store doesn't answer.
     """
     directory = address.directory_of(url, address.COPIES)
@@ -230,7 +253,7 @@ def copy(url: str, checkpoints: bool = True) -> Path:
         for _ in range(5):
             state = believed(bucket)
             if state is None:
-                raise UsageError(f"{url}: no run there")
+                raise NoRunError(f"{url}: no run there")
             try:
                 _refresh(bucket, state, directory, checkpoints)
                 return directory
@@ -251,7 +274,12 @@ def copies_below(url: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     names = runs_below(url)
     for name in names:
-        copy(f"{url}/{address.quoted(name)}", checkpoints=False)
+        try:
+            copy(f"{url}/{address.quoted(name)}", checkpoints=False)
+        except NoRunError:  # it has only begun, or was removed just now
+            continue
+        except (DamagedError, MissingError) as error:  # one alone must not hide the others
+            tell(f"warning: {error}")
     for path in folder.iterdir():
         if path.is_dir() and path.name not in names:  # it was removed
             shutil.rmtree(path)
@@ -260,7 +288,7 @@ def copies_below(url: str) -> Path:
 
 def _refresh(bucket: Bucket, state: State, directory: Path, checkpoints: bool) -> None:
     """Makes a copy what a state says. Checkpoints that aren't wanted, but are there already, stay."""
-    index = directory.with_name(f"{directory.name}.json")
+    index = address.index_of(directory)
     had = read_json(index).get("files", {})
     directory.mkdir(exist_ok=True)
     files: JsonObject = {}
@@ -279,11 +307,15 @@ def _refresh(bucket: Bucket, state: State, directory: Path, checkpoints: bool) -
     # What is longer here than in the store isn't the beginning of it.
     if sum(segment["bytes"] for segment in state.journal) < _size(directory / JOURNAL):
         (directory / JOURNAL).unlink()
+    sizes: dict[str, int] = {}
     for name in state.files:
-        if checkpoints or not name.startswith("checkpoints/"):
+        if is_of_checkpoint := name.startswith("checkpoints/"):
+            step = name.split("/")[1]
+            sizes[step] = sizes.get(step, 0) + state.files[name]["bytes"]
+        if checkpoints or not is_of_checkpoint:
             files[name] = state.files[name]
     # Before they are brought: what an interrupted call has brought is then removed once it has changed in the store.
-    write_json(index, {"url": bucket.url, "files": files})
+    write_json(index, {"url": bucket.url, "files": files, "checkpoints": sizes})
     bring(bucket, dataclasses.replace(state, files=files), directory)
 
 
@@ -319,11 +351,12 @@ def remove(url: str) -> None:
     """Removes a run from the store, and what this machine has of it.
 
     Raises:
-        UsageError: there is no run, or it is under way.
+        NoRunError: there is no run.
+        UsageError: it is under way.
     """
     bucket = Bucket(url)
     if believed(bucket) is None:
-        raise UsageError(f"{url}: no run there")
+        raise NoRunError(f"{url}: no run there")
     lease = _taken(bucket)
     assert lease.state is not None
     bucket.delete(bucket.keys("data"))

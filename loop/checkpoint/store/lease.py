@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 
 from callbacks.types import JsonObject
-from loop.checkpoint.store.bucket import Bucket, MissingError, StoreError
+from loop.checkpoint.store.bucket import Bucket, DamagedError, MissingError, StoreError
 from loop.errors import TrainingError, UsageError
 
 TTL = 30.0
@@ -92,7 +92,7 @@ def read(bucket: Bucket, position: Position) -> State:
 
     Raises:
         MissingError: it isn't there any more.
-        StoreError: it isn't what was written.
+        DamagedError: it isn't what was written.
     """
     key = State(position, {}).key
     for _ in range(3):  # the answer may have been cut
@@ -103,7 +103,7 @@ def read(bucket: Bucket, position: Position) -> State:
                 return State(**{**body, "position": position})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             pass
-    raise StoreError(f"{bucket.url}: {key} has changed since it was written")
+    raise DamagedError(f"{bucket.url}: {key} has changed since it was written")
 
 
 def believed(bucket: Bucket) -> State | None:
@@ -132,7 +132,6 @@ class Lease:
 
     Attributes:
         state: what this process has last written; while it has the lease.
-        taken_from: the nonce of the owner whose state it goes on from; "": there was none.
     """
 
     def __init__(
@@ -146,13 +145,18 @@ class Lease:
         self._since = 0.0
         self._renewed = 0.0
         self.state: State | None = None
-        self.taken_from = ""
 
-    def try_take(self, is_dead: Callable[[JsonObject], bool] = lambda owner: False) -> State | None:
+    def try_take(
+        self,
+        is_dead: Callable[[JsonObject], bool] = lambda owner: False,
+        prepare: Callable[[str], object] = lambda taken_from: None,
+    ) -> State | None:
         """Takes the lease if it is free, or its owner is dead; else returns the state of the owner.
 
         Args:
             is_dead: whether an owner is a process of this machine that has ended.
+            prepare: called with the nonce of the owner whose state it goes on from, "" if there was none; before the
+                store says that it does.
 
         Raises:
             UsageError: the store would let two processes take it.
@@ -183,7 +187,7 @@ class Lease:
                 f"{self._bucket.url}: this store ignores If-None-Match: it creates an object that is there, so that "
                 "two starts of a run could both write: use a store with conditional writes"
             )
-        self._seal(first)
+        self._seal(first, prepare)
         return None
 
     def _is_free(self, newest: State, is_dead: Callable[[JsonObject], bool]) -> bool:
@@ -196,12 +200,12 @@ class Lease:
         is_own = newest.owner == self._owner  # an answer of the store was lost
         return newest.released or is_silent or is_own or is_dead(newest.owner)
 
-    def _seal(self, first: State) -> None:
+    def _seal(self, first: State, prepare: Callable[[str], object]) -> None:
         """Writes the first state that is to be believed: what the last owner has written."""
         # The time before the store is asked, here and below: others may count from any moment after it.
         begun = self._clock()
         before = believed(self._bucket)
-        self.taken_from = str(before.owner.get("nonce")) if before else ""
+        prepare(str(before.owner.get("nonce")) if before else "")
         self.state = first
         self._renewed = begun
         if before is not None:

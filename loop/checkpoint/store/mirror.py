@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from io import BufferedReader
 from pathlib import Path
+from typing import ParamSpec
 
-from callbacks.files import read, read_json, write_json
+from callbacks.files import is_same, read, read_json, reading, write_json
 from callbacks.run_record.journal import NAME as JOURNAL
 from callbacks.run_record.redaction import mask, tell
 from callbacks.types import JsonObject
@@ -31,6 +35,8 @@ _MOST_SEGMENTS = 40
 """How many segments the journal may have before they are written as one."""
 _OUTAGE_PAUSE = 5.0
 """Seconds between two tries, while the store doesn't answer."""
+
+P = ParamSpec("P")
 
 # By run directory: a run asks whether it still has its lease, and doesn't know its mirror.
 _active: dict[Path, Mirror] = {}
@@ -167,14 +173,15 @@ class Mirror:
 
     def _deliver_checkpoint(self, path: Path) -> None:
         """Delivers one checkpoint, and publishes it."""
-        manifest = path / checkpoint_files.MANIFEST
-        # Its data first: what has a manifest is whole.
         delivered = {}
-        for file in sorted(read_json(manifest).get("files", {})):
-            delivered[self._name(path / file)] = self._upload(path / file)
-        delivered[self._name(manifest)] = self._upload(manifest)
+        with _opened(path) as files:
+            for name, file in files.items():
+                delivered[self._name(path / name)] = self._upload(path / name, file)
         self._deliver_journal()  # a checkpoint relies on it
-        # All at once, at the end: a checkpoint that was removed in the meantime is in no state.
+        # All at once, at the end. What was here under this name may have had more files: parts of more workers.
+        for name in list(self._files):
+            if name.startswith(f"{self._name(path)}/"):
+                del self._files[name]
         self._files |= delivered
         self._publish()
 
@@ -202,9 +209,8 @@ class Mirror:
         end = start + len(content)
         if end <= delivered:
             return
-        self._lease.check()
         key = f"data/{self._lease.counter:08d}/{JOURNAL}.{start:012d}-{end:012d}"
-        digest = self._bucket.put(key, content)
+        digest = _sent(self._lease, self._bucket.put, key, content)
         self._journal = [*earlier, _about(key, digest)]
 
     def _deliver_others(self, at_once: bool) -> None:
@@ -219,15 +225,15 @@ class Mirror:
                 stamp = _stamp(path)
                 if self._seen.get(name) == stamp:
                     continue
-                self._lease.check()
                 content = read(path, most=stamp[1] + (1 << 20), shared=True)  # it may grow while it is sent
-                digest = self._bucket.put(self._key(name, content), content)
+                digest = _sent(self._lease, self._bucket.put, self._key(name, content), content)
                 self._files[name] = _about(self._key(name, content), digest)
                 self._seen[name] = stamp
 
     def _forget(self, gone: list[str]) -> None:
         """Forgets files that the run has removed; checkpoints only if the store has one that the run has, too."""
-        gone = [name for name in gone if not (self._directory / name).exists()]  # it may be there again
+        # It may be there again; and what isn't in the state any more is no reason to forget its checkpoint.
+        gone = [name for name in gone if name in self._files and not (self._directory / name).exists()]
         paths = checkpoint_files.complete(self._directory / "checkpoints")
         may_forget = any(self._name(path / checkpoint_files.MANIFEST) in self._files for path in paths)
         # A checkpoint that was removed one file after the other is gone as a whole.
@@ -238,15 +244,17 @@ class Mirror:
                 del self._files[name]
                 self._seen.pop(name, None)
 
-    def _upload(self, path: Path) -> JsonObject:
-        """Puts a file that doesn't change."""
-        self._lease.check()
+    def _upload(self, path: Path, file: BufferedReader) -> JsonObject:
+        """Puts a file that doesn't change, and is open; its path may be gone."""
         folder = f"data/{self._lease.counter:08d}/{self._name(path)}"
         # A checkpoint of the same step may be written again: each has a name of its own.
-        key = f"{folder}.{path.stat().st_mtime_ns:x}"
-        return _about(key, self._bucket.upload(key, path))
+        key = f"{folder}.{os.fstat(file.fileno()).st_mtime_ns:x}"
+        return _about(key, _sent(self._lease, self._bucket.upload, key, file))
 
     def _key(self, name: str, content: bytes) -> str:
+        # A store takes no control characters, no bytes that aren't UTF-8, and not any length. The state has the name.
+        if not name.isprintable() or len(os.fsencode(name)) > 200:
+            name = hashlib.sha256(os.fsencode(name)).hexdigest()
         return f"data/{self._lease.counter:08d}/{name}.{hashlib.sha256(content).hexdigest()[:16]}"
 
     def _name(self, path: Path) -> str:
@@ -303,6 +311,42 @@ class Mirror:
         nonce = self._lease.state.owner["nonce"]
         about = {"url": self._bucket.url, "nonce": nonce, "delivered": delivered, "ended": ended}
         write_json(self._directory.parent / ABOUT, about)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[dict[str, BufferedReader]]:
+    """The files of a checkpoint by name, its manifest last: what has a manifest in the store is whole.
+
+    All are open before the first one is sent: the run may remove the checkpoint meanwhile. If it lives shorter than it
+    travels, as on a slow line, the store would else never have any.
+
+    Raises:
+        FileNotFoundError: the run has removed or replaced it.
+    """
+    manifest = path / checkpoint_files.MANIFEST
+    with contextlib.ExitStack() as stack:
+        last = stack.enter_context(reading(manifest, shared=True))
+        files = {}
+        for name in sorted(read_json(manifest).get("files", {})):
+            files[name] = stack.enter_context(reading(path / name, shared=True))
+        if not is_same(manifest, last.fileno()):
+            raise FileNotFoundError(errno.ENOENT, "it was replaced", str(path))
+        yield {**files, manifest.name: last}
+
+
+def _sent(lease: Lease, send: Callable[P, Digest], *arguments: P.args, **more: P.kwargs) -> Digest:
+    """What `send` returns. The lease is renewed before it, and meanwhile.
+
+    A large file, or many small ones, may take longer than the lease lasts: another process would take a run that is
+    alive.
+    """
+    lease.renew()
+    with ThreadPoolExecutor(1, "upload", lower_priority) as pool:
+        sent = pool.submit(send, *arguments, **more)
+        while not wait([sent], timeout=_PAUSE).done:
+            with contextlib.suppress(StoreError):  # of an outage, `send` will tell
+                lease.renew()
+        return sent.result()
 
 
 def _keys(files: JsonObject, journal: list[JsonObject]) -> set[str]:

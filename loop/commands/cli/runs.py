@@ -53,7 +53,7 @@ def show_run(
     root: typed.GroupRoot = None,
 ) -> None:
     """Show a run: curves, parameters, checkpoints, and where its time went."""
-    record = read(runs.locate(root or context.obj, run))
+    record = runs.reader(runs.locate(root or context.obj, run, checkpoints=False)).read()
     if as_json:
         print(runs.shown_as_json(record))
     else:
@@ -148,7 +148,7 @@ def report(
         # Only a page that tfloop has made is written over.
         if out.exists() and not page.is_page(out):
             raise UsageError(f"{shown} exists already, and is no report: give another name")
-        records = list(map(read, paths))
+        records = [runs.reader(path).read() for path in paths]
         files.write_text(out, runs.page_of(records))
     except OSError as error:
         raise UsageError(f"{shown} can't be written ({error.strerror}): give another name") from None

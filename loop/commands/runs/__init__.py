@@ -6,7 +6,7 @@ Imports no TensorFlow.
 from loop.commands.runs.comparison import compare
 from loop.commands.runs.details import show, shown_as_json
 from loop.commands.runs.differences import diff
-from loop.commands.runs.directories import ROOT, checkpointed, locate, named, refuse_sweep
+from loop.commands.runs.directories import ROOT, checkpointed, locate, named, reader, refuse_sweep
 from loop.commands.runs.events import event_line, tail
 from loop.commands.runs.fields import FIELDS
 from loop.commands.runs.listing import as_json, listed, table
@@ -15,5 +15,6 @@ from loop.commands.runs.removal import check_removable, remove, size
 
 __all__ = [
     "FIELDS", "ROOT", "as_json", "check_removable", "checkpointed", "compare", "diff", "event_line", "listed",
-    "locate", "named", "page_of", "refuse_sweep", "remove", "several", "show", "shown_as_json", "size", "table", "tail",
+    "locate", "named", "page_of", "reader", "refuse_sweep", "remove", "several", "show", "shown_as_json", "size",
+    "table", "tail",
 ]  # fmt: skip

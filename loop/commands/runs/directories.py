@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from callbacks.run_record.record import begun, is_run, printable, read_about
+from callbacks.run_record.record import Reader, begun, is_run, printable, read_about
 from callbacks.run_record.values import as_dict
 from loop.checkpoint.store import address
 from loop.errors import UsageError
@@ -115,6 +115,11 @@ def copied(url: str, checkpoints: bool = True) -> Path:
     if target := trust.target_of(address.directory_of(url, address.SPOOLS)):
         trust.note(path, target)
     return path
+
+
+def reader(path: Path) -> Reader:
+    """Reads a run directory, or the copy of a run in a store; of a copy, checkpoints are what the store has."""
+    return Reader(path, elsewhere=address.checkpoints_of_copy(path))
 
 
 def root(text: str | Path) -> Path:

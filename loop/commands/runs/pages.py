@@ -18,8 +18,7 @@ def several(root: Path, names: Sequence[str]) -> list[Path]:
     """
     from callbacks.run_record.comparison import MOST
 
-    # The page of one run lists its checkpoints, with their sizes; that of several doesn't.
-    paths = [locate(root, name, checkpoints=len(names) == 1) for name in names]
+    paths = [locate(root, name, checkpoints=False) for name in names]
     if len(paths) > MOST:
         raise UsageError(f"{len(paths)} runs on a page: give at most {MOST}, whose colors can be told apart")
     seen: dict[Path, str] = {}
