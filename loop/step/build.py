@@ -240,7 +240,7 @@ def _try_compute(
         if trial.shares_batches and not found.grow and trial.fixed is None and _has_own_layers(model):
             with contextlib.suppress(Exception):  # a mistake in it shows when the step is traced
                 found = compute.found_in_training(trial, found)
-            warn_of_state(compute.in_training, trial, model)
+        warn_of_state(compute.in_training, trial, model)
         warn_of_loss(compute, trial, model, names)
     return names, found
 
