@@ -68,6 +68,14 @@ def state(model: Model) -> list[tf.Variable]:
     return [variable for variable in as_tf(all_variables(model)) if id(variable) not in fixed]
 
 
+def seeds(model: Model) -> list[tf.Variable]:
+    """The states of the seed generators that layers hold."""
+    generators: list[keras.random.SeedGenerator] = []
+    for layer in layers(model):
+        generators += getattr(layer, "_seed_generators", [])  # tf_keras counts no seeds
+    return as_tf([generator.state for generator in generators])
+
+
 def normalized_kernels(model: Model) -> list[tf.Variable]:
     """The weights that SpectralNormalization divides by their norm in each forward pass, though they are trained."""
     kernels = []

@@ -21,7 +21,6 @@ from loop.model.variables import (
     carried_variables,
     fixed_inputs,
     layers,
-    losses,
     model_variables,
     optimizer_variables,
     stateful_layers,
@@ -44,9 +43,10 @@ from loop.step.metric_sums import checked_metrics
 from loop.step.mistakes import ERRORS, check_no_texts, check_optimizer_is_given
 from loop.step.neighbors import warn_of_loss, warn_of_state
 from loop.step.optimizers import AssignedOptimizers, assign_optimizers, check_are_new, made_for
+from loop.step.penalties import Penalties, PenaltyTrial
 from loop.step.replica import as_in_replica, probing
 from loop.step.sharding import Shards
-from loop.task import Batch, Model, Optimizer, TrainTask, Values
+from loop.task import Batch, Model, Optimizer, TrainTask
 
 
 @dataclasses.dataclass
@@ -63,7 +63,7 @@ class BuiltModel:
         values: the names of the values of `compute`, the loss first; empty if the task has no `compute`, but a
             training step of its own.
         metrics: Keras metrics by the name of the value that they are updated with.
-        penalty_grows: whether the model adds a loss of its own that is a sum over the examples of a batch.
+        penalties: what has shown of the losses that the model's layers add.
         lookups: the kind of reduction, by the variable's index, of gradients that keep a row for each lookup; see
             `loop.step.lookups`.
         tables: for each large variable whose rows may be gathered, by index: how many rows an example looks up.
@@ -77,7 +77,7 @@ class BuiltModel:
     minimized: dict[str, list[str]]
     values: list[str]
     metrics: dict[str, keras.metrics.Metric]
-    penalty_grows: bool = False
+    penalties: Penalties = dataclasses.field(default_factory=Penalties)
     lookups: dict[int, str] = dataclasses.field(default_factory=dict)
     tables: dict[int, int] = dataclasses.field(default_factory=dict)
     fixed_rows: int | None = None
@@ -148,7 +148,7 @@ def build(
 
     # The optimizer comes after the trial of `compute`, which is when some models make their variables.
     with backend.scope(), keras_precision(precision):
-        names, grows = _try_compute(task, model, made, backend, trial)
+        names, penalties = _try_compute(task, model, made, backend, trial)
         optimizer = task.build_optimizer()
         check_optimizer_is_given(task, optimizer, model)
         minimized = {"": names}
@@ -165,7 +165,7 @@ def build(
         _check_metric_values(metrics, names, minimized)
         by_lookup, tables = _by_lookup(task, model, optimizers, backend, example, trial.fixed)
     return BuiltModel(
-        model, optimizer, optimizers, minimized, names, metrics, grows, by_lookup, tables, trial.fixed, shards
+        model, optimizer, optimizers, minimized, names, metrics, penalties, by_lookup, tables, trial.fixed, shards
     )
 
 
@@ -222,43 +222,27 @@ def _check_trainable(task: TrainTask, model: Model) -> None:
 
 def _try_compute(
     task: TrainTask, model: Model, made: Sequence[tf.Variable], backend: Backend, trial: Trial
-) -> tuple[list[str], bool]:
+) -> tuple[list[str], Penalties]:
     """Tries `compute` on a few examples. A model without an input shape makes its variables here.
 
     Returns:
         The names of the values of `compute`, empty for a task that has a training step of its own in place of it; and
-        whether the model's own penalties grow with the number of rows.
+        what has shown of the losses that the model's layers add.
     """
     if type(task).compute is TrainTask.compute and type(task).train_step is not TrainTask.train_step:
-        return [], False
-    penalties: list[list[float]] = []
-
-    def compute(batch: Batch, training: bool = False) -> Values:
-        values = task.compute(model, batch, training=training)
-        numbers = []
-        for penalty in losses(model):
-            # A penalty in the symbolic graph of a Keras model has no value.
-            if not tf.is_symbolic_tensor(penalty):
-                numbers.append(float(tf.reduce_sum(penalty)))
-        penalties.append(numbers)
-        return values
-
-    compute = as_in_replica(backend, compute)
+        return [], Penalties()
+    call = as_in_replica(backend, functools.partial(task.compute, model))
+    compute = PenaltyTrial(call, model)
     with put_back(_state(task, model, made, backend)):
         names = trial.names(compute)
-        # Only penalties that differ from call to call can be sums over rows, and are worth another call.
-        grows = penalties[0] != penalties[-1] and trial.grow(compute, penalties)
+        found = compute.found(trial)
         # A layer that isn't Keras's may add a sum over rows in training alone. One replica with all rows may have it.
-        if trial.shares_batches and not grows and trial.fixed is None and _has_own_layers(model):
-            before = penalties[0]
-            penalties.clear()
-            in_training = functools.partial(compute, training=True)
+        if trial.shares_batches and not found.grow and trial.fixed is None and _has_own_layers(model):
             with contextlib.suppress(Exception):  # a mistake in it shows when the step is traced
-                trial.few(in_training)
-                grows = penalties[0] != before and trial.grow(in_training, penalties)
-            warn_of_state(in_training, trial, model)
+                found = compute.found_in_training(trial, found)
+        warn_of_state(compute.in_training, trial, model)
         warn_of_loss(compute, trial, model, names)
-    return names, grows
+    return names, found
 
 
 def try_evaluation(

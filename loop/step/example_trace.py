@@ -181,12 +181,18 @@ class Trial:
     @property
     def shares_batches(self) -> bool:
         """Whether several replicas, or several micro-batches, share a batch in the run."""
-        return self._rows is not None and self._rows.replicas * self._rows.parts > 1
+        return self.replicas * self.parts > 1
 
-    def few(self, compute: Compute) -> None:
-        """Calls `compute` with the few examples, for what it does beside its values."""
-        with probing(_rows(self.example)):
-            compute(self.example)
+    @property
+    def parts(self) -> int:
+        """The number of micro-batches of a batch in the run."""
+        return 1 if self._rows is None else self._rows.parts
+
+    def few(self, compute: Compute, rows: slice = slice(None), example: Batch | None = None) -> None:
+        """Calls `compute` with some of the few examples, or of others, for what it does beside its values."""
+        batch = tf.nest.map_structure(lambda tensor: tensor[rows], self.example if example is None else example)
+        with probing(_rows(batch)):
+            compute(batch)
 
     def grow(self, compute: Compute, penalties: list[list[float]]) -> bool:
         """Whether a penalty doubles with the number of examples, and so is a sum over them instead of a mean.

@@ -13,7 +13,7 @@ from loop.backends.base import PerReplica
 from loop.data import ArraySource, Feed, Rows, count
 from loop.errors import UsageError
 from loop.model.variables import as_tf, losses
-from loop.step import lookups
+from loop.step import lookups, penalties
 from loop.step.computing import RetraceError
 from loop.step.context import StepContext
 from loop.step.gradients import Gradient, each_row_once, weight_or_one
@@ -165,7 +165,8 @@ class ForwardPass:
                 if context.observer is not None:
                     context.observer.values(self._optimizer, values, part)
                 loss, sums = metric_sums.sums(values, plan.dtype)
-                objective = self._objective(loss, sums[1], rows, batch_rows, replica)
+                uneven = penalties.is_uneven(values)
+                objective = self._objective(loss, sums[1], rows, batch_rows, replica, uneven)
 
             # Backward pass, within the replica: `compute` may have collectives, whose gradients are collectives, too.
             gradients = self._gradients(tape, objective, replica, part)
@@ -179,7 +180,13 @@ class ForwardPass:
         return gradients, totals, states
 
     def _objective(
-        self, loss: tf.Tensor, weight: tf.Tensor, rows: Rows, batch_rows: tf.Tensor, replica: Replica
+        self,
+        loss: tf.Tensor,
+        weight: tf.Tensor,
+        rows: Rows,
+        batch_rows: tf.Tensor,
+        replica: Replica,
+        uneven: bool,
     ) -> tf.Tensor:
         """The scalar that is differentiated: S + W * sum(model.losses).
 
@@ -193,12 +200,15 @@ class ForwardPass:
         if replica.counts_something is not None:
             objective = tf.where(replica.counts_something, objective, 0)
             weight = tf.where(replica.counts_something, weight, 0)
-        penalties = losses(self._context.built.model)
-        if penalties:
+        added = losses(self._context.built.model)
+        if added:
             self._check_penalties()
             # Times the replica's W: after the division by the global W, the penalties count once in all.
-            factor = self._share(rows, batch_rows) if plan.summed_loss else weight
-            penalty_sum = tf.add_n([tf.cast(penalty, plan.dtype) for penalty in penalties])
+            if plan.summed_loss:
+                factor = self._share(rows, batch_rows)
+            else:
+                factor = self._weight_by_rows(weight, replica) if uneven else weight
+            penalty_sum = tf.add_n([tf.cast(penalty, plan.dtype) for penalty in added])
             objective += factor * penalty_sum
         # The scale comes before the backward pass: it keeps small gradients of activations above 0 in float16.
         if scale is not None:
@@ -206,6 +216,19 @@ class ForwardPass:
         if plan.divides_objective and not plan.summed_loss:
             objective /= weight_or_one(weight)
         return objective
+
+    def _weight_by_rows(self, weight: tf.Tensor, replica: Replica) -> tf.Tensor:
+        """The W of all replicas, times the replica's share of their rows. May be a collective.
+
+        A penalty of activations is a mean over rows, whatever these weigh.
+        """
+        plan = self._context.plan
+        reduced = plan.local_steps == 1 and not plan.adasum
+        if self._context.backend.replicas == 1 or not reduced or not self._context.built.penalties.vary:
+            return weight
+        rows = tf.cast(replica.count, plan.dtype)
+        total, rows_of_all = tf.unstack(replica.sum(tf.stack([weight, rows])))
+        return total * tf.math.divide_no_nan(rows, rows_of_all)
 
     def _share(self, rows: Rows, batch_rows: tf.Tensor) -> tf.Tensor:
         """Which share of the global batch's rows these rows are; between 0 and 1."""
@@ -304,7 +327,7 @@ class ForwardPass:
         """Refuses penalties that are sums over rows, if a replica or a micro-batch has only some of the rows."""
         replicas = self._context.backend.replicas
         parts = self._context.plan.accumulate
-        if self._context.built.penalty_grows and (replicas > 1 or parts > 1):
+        if self._context.built.penalties.grow and (replicas > 1 or parts > 1):
             raise UsageError(
                 "a loss that the model adds (add_loss, model.losses) is a sum over the examples of a batch: of "
                 f"{replicas} replica(s) with accumulate={parts}, each knows the sum of its own "

@@ -51,6 +51,11 @@ class OutputLoss(NamedTuple):
     fixed: bool
     summed: bool
 
+    @property
+    def has_divisor(self) -> bool:
+        """Whether the divisor isn't the number of the values, by which a step divides a loss anyway."""
+        return not (self.summed or self.fixed)
+
     def by_example(self) -> tf.Tensor:
         """The sum of each example's values, multiplied by the output's factor: shape [n]."""
         summed = tf.reduce_sum(self.values, list(range(1, self.values.shape.rank)))
@@ -212,7 +217,7 @@ def combined(losses: Sequence[OutputLoss]) -> dict[str, tf.Tensor]:
     if len(losses) == 1:
         [loss] = losses
         values = loss.values if loss.scale is None else loss.values * _number(loss.scale, loss.values.dtype)
-        return {"loss": values} if loss.summed else {"loss": values, "loss_count": loss.count}
+        return {"loss": values, "loss_count": loss.count} if loss.has_divisor else {"loss": values}
 
     # Several outputs may have values of different shapes, so each is summed by example.
     if all(loss.summed for loss in losses):
@@ -224,7 +229,7 @@ def combined(losses: Sequence[OutputLoss]) -> dict[str, tf.Tensor]:
     else:
         parts = _parts_of_batch(losses, one)
     total = tf.add_n([tf.cast(part, dtype) for part in parts])
-    return {"loss": total, "loss_count": one}
+    return {"loss": total}
 
 
 def _parts_of_batch(losses: Sequence[OutputLoss], one: tf.Tensor) -> list[tf.Tensor]:

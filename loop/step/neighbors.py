@@ -10,20 +10,17 @@ import numpy as np
 import tensorflow as tf
 
 from loop.model.variables import variable_names
-from loop.step.batch_norm import batch_norm_variables, state
+from loop.step.batch_norm import batch_norm_variables, normalized_kernels, seeds, state
 from loop.step.example_trace import Compute, Trial, put_back
 from loop.step.metric_sums import MetricSums
 from loop.step.replica import all_gathers, probing
 from loop.task import Batch, Model, Values
 
-_REMEDY = (
-    "the numbers depend on the number of replicas. Take the rows of all replicas from loop.all_gather(...); "
-    "`tfloop verify` shows the difference"
-)
+_REMEDY = "Take the rows of all replicas from loop.all_gather(...); `tfloop verify` shows the difference"
 
 
 def warn_of_loss(compute: Compute, trial: Trial, model: Model, names: Sequence[str]) -> None:
-    """Warns if the sums over a batch aren't those of its parts, which replicas add up.
+    """Warns if the sums over a batch aren't those of its parts, which replicas and micro-batches add up.
 
     Args:
         compute: the function that `trial` has tried.
@@ -31,30 +28,77 @@ def warn_of_loss(compute: Compute, trial: Trial, model: Model, names: Sequence[s
         model: the model.
         names: the names of its values.
     """
-    if trial.replicas == 1 or trial.seen is None:
+    if not trial.shares_batches or trial.seen is None:
         return
-    together, alone = trial.seen
-    # Most losses end here, without another call.
+    alone = trial.seen[1]
+    example, together = _with_neighbors(compute, trial.example, *trial.seen)
+    # Most losses end here.
     if _same(together["loss"][:1], alone["loss"]):
         return
     # Random numbers differ from call to call: they say nothing of the neighbors.
     shared = batch_norm_variables(model)
     before = [variable.numpy() for variable in shared]
-    if not _same(_values(compute, trial.example, slice(1))["loss"], alone["loss"]):
+    if not _same(_values(compute, example, slice(1))["loss"], alone["loss"]):
         return
     # Where BatchNormalization has taken statistics of the batch, these are those of all replicas in a step.
     if any(not np.array_equal(old, variable.numpy()) for old, variable in zip(before, shared, strict=True)):
         return
-    others = _values(compute, trial.example, slice(1, None))
+    others = _values(compute, example, slice(1, None))
     # Not example by example: a mean that is repeated for each row has the right sum.
     sums = MetricSums(names, trial.metrics)
     of_all, of_first, of_others = (tf.stack(sums.sums(values, tf.float64)[1]) for values in (together, alone, others))
     if not _same(of_all, of_first + of_others):
         warnings.warn(
-            "the loss of an example depends on the other examples of its batch, of which each of "
-            f"{trial.replicas} replicas has only its own: {_REMEDY}",
-            stacklevel=2,
+            f"the loss of an example depends on the other examples of its batch, {_sharing(trial)}", stacklevel=2
         )
+
+
+def _with_neighbors(compute: Compute, example: Batch, together: Values, alone: Values) -> tuple[Batch, Values]:
+    """Examples whose first one has another loss than alone, and their values; if there are none, the given ones."""
+    labelled = _in_two_classes(example)
+    if labelled is None or not _same(together["loss"][:1], alone["loss"]):
+        return example, together
+    # Losses of pairs look at other rows of the same class, of which a few examples may have none.
+    with contextlib.suppress(Exception):  # made-up examples may not fit together
+        return labelled, _values(compute, labelled, slice(None))
+    return example, together
+
+
+def _in_two_classes(example: Batch) -> Batch | None:
+    """The examples with other labels: the third has that of the first, the second another; None: they have no labels.
+
+    Labels are integers, one for each example.
+    """
+    tensors = tf.nest.flatten(example)
+    if not any(map(_are_labels, tensors)) or len(tensors[0]) < 3:
+        return None
+
+    def relabelled(tensor: tf.Tensor) -> tf.Tensor:
+        if not _are_labels(tensor):
+            return tensor
+        first = tensor[:1]
+        # 0 and 1 are labels wherever there are two.
+        other = tf.where(tensor[1:2] == first, tf.cast(first == 0, tensor.dtype), tensor[1:2])
+        return tf.concat([first, other, first, tensor[3:]], 0)
+
+    return tf.nest.map_structure(relabelled, example)
+
+
+def _are_labels(tensor: tf.Tensor) -> bool:
+    return tensor.dtype.is_integer and tensor.shape[1:].num_elements() == 1
+
+
+def _sharing(trial: Trial) -> str:
+    """Who has which rows of a batch, and what to do."""
+    if trial.replicas > 1:
+        return (
+            f"of which each of {trial.replicas} replicas has only its own: the numbers depend on the number of "
+            f"replicas. {_REMEDY}"
+        )
+    return (
+        f"of which each of {trial.parts} micro-batches has only its own: the numbers depend on accumulate. Leave it "
+        "out, or call loop.all_gather(...) to say that the rows of a micro-batch are meant"
+    )
 
 
 def warn_of_state(compute: Compute, trial: Trial, model: Model) -> None:
@@ -65,27 +109,45 @@ def warn_of_state(compute: Compute, trial: Trial, model: Model) -> None:
         trial: has the examples.
         model: the model.
     """
-    # BatchNormalization's statistics are those of all replicas.
-    shared = set(map(id, batch_norm_variables(model)))
-    variables = [variable for variable in state(model) if id(variable) not in shared]
-    if trial.replicas == 1 or trial.fixed is not None or not variables:
+    variables = _changing(model)
+    if not trial.shares_batches or trial.fixed is not None or not variables:
         return
     gathers = all_gathers()
+    before = [variable.numpy() for variable in variables]
     after = []
     with contextlib.suppress(Exception):  # a mistake in it shows when the step is traced
         for rows in (slice(None), slice(1)):
             with put_back(variables):
                 _values(compute, trial.example, rows)
                 after.append([variable.numpy() for variable in variables])
-    if len(after) < 2 or all_gathers() != gathers:  # with `all_gather`, to look at all rows is the purpose
+    if len(after) < 2:
         return
-    for name, of_few, of_one in zip(variable_names(variables), *after, strict=True):
-        if not _same(of_few, of_one):
-            warnings.warn(
-                f"compute() changes {name} by its rows, of which each of {trial.replicas} replicas has only its own: "
-                f"{_REMEDY}",
-                stacklevel=2,
-            )
+    # With `all_gather`, to look at all rows is the purpose.
+    by_rows = trial.replicas > 1 and all_gathers() == gathers
+    for name, old, of_few, of_one in zip(variable_names(variables), before, *after, strict=True):
+        _warn_of_change(trial, name, old, of_few, of_one, by_rows)
+
+
+def _warn_of_change(
+    trial: Trial, name: str, before: np.ndarray, of_few: np.ndarray, of_one: np.ndarray, by_rows: bool
+) -> None:
+    """Warns of a variable, from its values before and after calls with a few rows, and with one of them."""
+    if by_rows and not _same(of_few, of_one):
+        warnings.warn(f"compute() changes {name} by its rows, {_sharing(trial)}", stacklevel=2)
+    elif trial.parts > 1 and not np.array_equal(before, of_one):
+        warnings.warn(
+            f"compute() changes {name} in each call, which is made for each micro-batch: with accumulate="
+            f"{trial.parts} a step changes it {trial.parts} times, so that the numbers depend on accumulate. Leave "
+            "accumulate out; remat and shard_optimizer save memory, too",
+            stacklevel=2,
+        )
+
+
+def _changing(model: Model) -> list[tf.Variable]:
+    """The variables that a call of the model may change, without those whose changes are known to be right."""
+    # BatchNormalization's statistics are those of all replicas. Seeds count calls.
+    known = set(map(id, batch_norm_variables(model))) | set(map(id, seeds(model)))
+    return [variable for variable in state(model) + normalized_kernels(model) if id(variable) not in known]
 
 
 def _values(compute: Compute, example: Batch, rows: slice) -> Values:

@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import loop
-from loop import backends, fit
-from tests.exactness import Prime, largest_difference
+from loop import ArrayData, TrainTask, backends, fit
+from tests.exactness import Prime, largest_difference, regression
 
 
 @dataclass
@@ -61,6 +62,42 @@ def test_a_loss_that_depends_on_other_examples_is_said_on_several_replicas(quiet
     with pytest.warns(UserWarning, match="depends on the other examples of its batch, of which each of 2 replicas"):
         fit(Pairs(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
     fit(Pairs(dtype="float64"), backend="single", callbacks=quiet(), **OPTIONS)  # all rows are there: nothing to say
+    with pytest.warns(UserWarning, match="of which each of 2 micro-batches has only its own"):
+        fit(Pairs(dtype="float64"), accumulate=2, callbacks=quiet(), **OPTIONS)
+
+
+class Circle(TrainTask):
+    """A loss of pairs of one class, of which the first examples have none."""
+
+    def build_model(self):
+        return keras.Sequential([keras.Input((5,)), keras.layers.Dense(3), keras.layers.UnitNormalization()])
+
+    def build_optimizer(self):
+        return keras.optimizers.SGD(0.1)
+
+    def train_data(self):
+        inputs = regression(20)[0]
+        return ArrayData(inputs, np.arange(20) % 5)
+
+    def compute(self, model, batch, training):
+        return {"loss": keras.losses.circle(batch[1], model(batch[0], training=training))}
+
+
+def test_a_loss_of_pairs_is_said_also_where_the_first_examples_have_no_pair(quiet):
+    with pytest.warns(UserWarning, match="depends on the other examples of its batch"):
+        fit(Circle(), batch_size=10, backend=backends.create("mirrored", 2), callbacks=quiet())
+
+
+class Normalized(Prime):
+    def looked_up(self):
+        return [keras.layers.SpectralNormalization(keras.layers.Dense(5))]
+
+
+def test_what_each_micro_batch_changes_is_said(quiet):
+    with pytest.warns(UserWarning, match=r"changes .* in each call.* with accumulate=2 a step changes it 2 times"):
+        fit(Normalized(dtype="float64"), accumulate=2, callbacks=quiet(), **OPTIONS)
+    fit(Normalized(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
+    fit(Prime(dtype="float64", dropout=0.1), accumulate=2, callbacks=quiet(), **OPTIONS)  # seeds count calls
 
 
 def test_statistics_of_all_replicas_are_nothing_to_say(quiet):

@@ -1,0 +1,154 @@
+"""Losses that layers add in their calls: what they are of the rows of a batch, of which each replica has its own."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from loop.model.variables import layers, losses
+from loop.step.batch_norm import batch_norm_variables
+from loop.step.example_trace import Compute, Trial, put_back
+from loop.step.replica import all_gathers
+from loop.task import Batch, Model, Values
+
+
+class Penalties(NamedTuple):
+    """What a trial has shown of the losses that layers add.
+
+    Attributes:
+        vary: whether they depend on the rows of a batch, as penalties of activations do.
+        grow: whether one of them is a sum over the rows instead of a mean.
+    """
+
+    vary: bool = False
+    grow: bool = False
+
+
+class PenaltyTrial:
+    """Calls `compute` while it is tried, and notes what layers add to the loss in each call.
+
+    Args:
+        compute: a function of a batch and of `training`.
+        model: the model that it calls.
+    """
+
+    def __init__(self, compute: Callable[..., Values], model: Model) -> None:
+        self._compute = compute
+        self._model = model
+        self._noted: list[list[float]] = []
+        self._in_inference: list[float] = []
+        self._names: list[str] = []
+        self._values: Values = {}
+
+    def __call__(self, batch: Batch, training: bool = False) -> Values:
+        """What `compute` returns."""
+        self._values = self._compute(batch, training=training)
+        numbers = []
+        self._names = []
+        owners = _owners(self._model)
+        for penalty in losses(self._model):
+            # A penalty in the symbolic graph of a Keras model has no value.
+            if not tf.is_symbolic_tensor(penalty):
+                numbers.append(float(tf.reduce_sum(penalty)))
+                self._names.append(owners.get(id(penalty), "the model"))
+        self._noted.append(numbers)
+        return self._values
+
+    def in_training(self, batch: Batch) -> Values:
+        """What `compute` returns in training."""
+        return self(batch, True)
+
+    def found(self, trial: Trial) -> Penalties:
+        """What the calls so far have shown, the first of which had all rows and the last one fewer."""
+        self._in_inference = self._noted[0]
+        # Only penalties that differ from call to call can be sums over rows, and are worth another call.
+        if self._noted[0] == self._noted[-1]:
+            return Penalties()
+        grow = trial.grow(self, self._noted)
+        if not grow:
+            self._warn(self, trial)
+        return Penalties(True, grow)
+
+    def found_in_training(self, trial: Trial, found: Penalties) -> Penalties:
+        """What training shows beside what `found` has: a layer may add a loss in training alone."""
+        self._noted.clear()
+        trial.few(self.in_training)
+        if self._noted[0] == self._in_inference:
+            return found
+        grow = trial.grow(self.in_training, self._noted)
+        if not found.vary and not grow:
+            self._warn(self.in_training, trial)
+        return Penalties(True, grow)
+
+    def _warn(self, compute: Compute, trial: Trial) -> None:
+        """Warns of means over rows that replicas or micro-batches can't put together from those of their own rows."""
+        if not trial.shares_batches or trial.fixed is not None:
+            return
+        with contextlib.suppress(Exception):  # a mistake in it shows when the step is traced
+            layer = self._not_by_rows(compute, trial)
+            if layer is not None:
+                warnings.warn(
+                    f"{layer} adds a loss that is no mean over the rows of a batch, such as a mean over the positions "
+                    f"that a mask leaves, but of {trial.replicas} replica(s) with accumulate={trial.parts} each knows "
+                    "its own rows alone: the numbers depend on both. On several replicas, take the rows of all from "
+                    "loop.all_gather(...) in the layer; or add a value of each example to the loss of compute()",
+                    stacklevel=2,
+                )
+        if trial.parts > 1 and is_uneven(self._values):
+            warnings.warn(
+                f"{', '.join(dict.fromkeys(self._names))}: with accumulate={trial.parts}, a penalty of activations "
+                "counts by the weights of each micro-batch, and not by its rows, so that the numbers depend on "
+                'accumulate. Train without accumulate, or add a value of each example to the "loss" of compute()',
+                stacklevel=2,
+            )
+
+    def _not_by_rows(self, compute: Compute, trial: Trial) -> str | None:
+        """The name of a layer whose penalty isn't the mean of those of single rows; None: there is none."""
+        batch = _with_padding(trial.example)
+        n = int(tf.shape(tf.nest.flatten(batch)[0])[0])
+        gathers = all_gathers()
+        shared = batch_norm_variables(self._model)
+        statistics = [variable.numpy() for variable in shared]
+        found = []
+        with put_back(shared):
+            for rows in (slice(n), slice(1), slice(1), slice(1, n)):
+                self._noted.clear()
+                trial.few(compute, rows, batch)
+                found.append(np.array(self._noted[0]))
+            changed = any(not np.array_equal(*pair) for pair in zip(statistics, shared, strict=True))
+        of_all, of_first, again, of_rest = found
+        # Random numbers differ from call to call. Statistics of a batch are those of all replicas in a step.
+        if n == 1 or changed or all_gathers() != gathers or not np.array_equal(of_first, again):
+            return None
+        mean = (of_first + (n - 1) * of_rest) / n
+        wrong = ~np.isclose(of_all, mean, rtol=0.02, atol=1e-6, equal_nan=True)
+        return self._names[int(np.argmax(wrong))] if wrong.any() else None
+
+
+def is_uneven(values: Mapping[str, object]) -> bool:
+    """Whether rows may count differently for the loss."""
+    return "weight" in values or "loss_count" in values
+
+
+def _with_padding(example: Batch) -> Batch:
+    """Examples of which the last is all zeros, as padding is: a few examples may have masks of one length by chance."""
+
+    def padded(tensor: tf.Tensor) -> tf.Tensor:
+        return tf.concat([tensor[:-1], tf.zeros_like(tensor[-1:])], 0)
+
+    return tf.nest.map_structure(padded, example)
+
+
+def _owners(model: Model) -> dict[int, str]:
+    """The names of the layers, by the ids of the losses that they have added."""
+    owners = {}
+    for layer in layers(model):
+        for attribute in ("_losses", "_eager_losses"):  # the second one is that of tf_keras
+            for penalty in getattr(layer, attribute, ()):
+                owners[id(penalty)] = layer.name
+    return owners

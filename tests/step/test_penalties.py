@@ -1,0 +1,85 @@
+"""Losses that layers add: means over rows are exact whatever the rows weigh, and what can't be exact is said."""
+
+from dataclasses import dataclass
+
+import keras
+import pytest
+import tensorflow as tf
+
+import loop
+from loop import backends, fit
+from tests.exactness import Prime, largest_difference
+
+OPTIONS = {"epochs": 1, "batch_size": 20, "precision": "float64"}
+
+
+class Penalty(keras.layers.Layer):
+    """Adds a mean of squares: of all positions, or of those that a mask leaves, of this replica or of all."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def call(self, inputs, training=False):
+        squares = inputs**2
+        if self.kind == "mean":
+            self.add_loss(tf.reduce_mean(squares))
+        if self.kind == "masked" or (self.kind == "masked in training" and training):
+            self.add_loss(masked_mean(squares))
+        if self.kind == "masked of all":
+            self.add_loss(masked_mean(loop.all_gather(squares)))
+        return inputs
+
+
+def masked_mean(squares):
+    mask = tf.cast(squares[:, :1] > 0.01, squares.dtype)
+    return tf.reduce_sum(squares * mask) / tf.maximum(tf.reduce_sum(mask), 1)
+
+
+@dataclass
+class Penalised(Prime):
+    """Weights that differ from row to row, and a penalty of activations."""
+
+    dtype: str = "float64"
+    kind: str = "mean"
+    weighted: bool = True
+
+    def looked_up(self):
+        dense = keras.layers.Dense(5, activation="tanh")
+        if self.kind == "activity":
+            return [keras.layers.Dense(5, activity_regularizer=keras.regularizers.L2(0.1))]
+        return [dense, Penalty(self.kind)]
+
+    def compute(self, model, batch, training):
+        values = super().compute(model, batch, training)
+        return values if self.weighted else {"loss": values["loss"]}
+
+
+def weights(task, quiet, **options):
+    result = fit(task, callbacks=quiet(), **OPTIONS, **options)
+    return [variable.numpy() for variable in result.model.variables]
+
+
+@pytest.mark.parametrize("kind", ["activity", "mean", "masked of all"])
+def test_penalties_of_activations_are_means_over_rows_that_weigh_differently(kind, quiet):
+    one = weights(Penalised(kind=kind), quiet)
+    three = weights(Penalised(kind=kind), quiet, backend=backends.create("mirrored", 3))
+    assert largest_difference(three, one) <= 1e-12
+
+
+def test_with_accumulate_that_is_said(quiet):
+    with pytest.warns(
+        UserWarning, match=r"penalty.*: with accumulate=2, a penalty of activations counts by the weights"
+    ):
+        weights(Penalised(), quiet, accumulate=2)
+    weights(Penalised(weighted=False), quiet, accumulate=2)  # rows weigh the same: nothing to say
+
+
+@pytest.mark.parametrize("kind", ["masked", "masked in training"])
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"backend": ("mirrored", 2)}])
+def test_a_mean_over_what_a_mask_leaves_is_said(kind, options, quiet):
+    if "backend" in options:
+        options = {"backend": backends.create(*options["backend"])}
+    with pytest.warns(UserWarning, match=r"penalty.* adds a loss that is no mean over the rows of a batch"):
+        weights(Penalised(kind=kind, weighted=False), quiet, **options)
+    weights(Penalised(kind=kind, weighted=False), quiet)  # one replica has all rows: nothing to say
