@@ -42,7 +42,7 @@ from loop.step.example_trace import (
 from loop.step.hints import hinted
 from loop.step.metric_sums import checked_metrics
 from loop.step.mistakes import ERRORS, check_no_texts, check_optimizer_is_given
-from loop.step.neighbors import warn_of_loss, warn_of_state
+from loop.step.neighbors import warn_of_loss, warn_of_penalties, warn_of_state
 from loop.step.optimizers import AssignedOptimizers, assign_optimizers, check_are_new, made_for
 from loop.step.replica import as_in_replica, probing
 from loop.step.sharding import Shards
@@ -257,6 +257,8 @@ def _try_compute(
                 trial.few(in_training)
                 grows = penalties[0] != before and trial.grow(in_training, penalties)
             warn_of_state(in_training, trial, model)
+            if not grows:
+                warn_of_penalties(compute, penalties, trial, model)
         warn_of_loss(compute, trial, model, names)
     return names, grows
 
