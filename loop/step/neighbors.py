@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -23,7 +23,7 @@ _REMEDY = (
 )
 
 
-def warn_of_loss(compute: Compute, trial: Trial, model: Model, names: Sequence[str]) -> None:
+def warn_of_loss(compute: Callable[..., Values], trial: Trial, model: Model, names: Sequence[str]) -> None:
     """Warns if the sums over a batch aren't those of its parts, which replicas add up.
 
     Args:
@@ -82,7 +82,7 @@ def _depends(
     return not _same(of_all, of_first + of_others)
 
 
-def warn_of_penalties(compute: Compute, penalties: list[list[float]], trial: Trial, model: Model) -> None:
+def warn_of_penalties(compute: Callable[..., Values], penalties: list[list[float]], trial: Trial, model: Model) -> None:
     """Warns if a loss that the model adds isn't the mean of those of its rows, as a product of two means isn't.
 
     Args:
