@@ -108,7 +108,8 @@ def fit(
         precision: `float32` or `float64`; or `bfloat16` or `mixed_float16`, in which layers compute while variables
             stay float32. With `mixed_float16` the loss is scaled, as far as its gradients stay finite; `float32`.
         accumulate: into how many micro-batches a global batch is cut, to save memory. The result doesn't depend on it,
-            unless the model looks at the whole batch (BatchNormalization): it then sees a micro-batch; 1.
+            unless the model looks at the whole batch (BatchNormalization), which is then a micro-batch, or changes
+            with each forward pass: dropout and noise draw once for each micro-batch; 1.
         compression: the type in which gradients are sent between replicas: `fp16`, or `bf16` (not with Horovod). Only
             their sums are rounded, to 11 or 8 bits; `none`.
         groups: the number of collectives that reduce the gradients. The last layers' gradients are reduced while those

@@ -321,6 +321,11 @@ def flat_weight(model, batch, training):
     return {"loss": (model(batch[0]) - batch[1]) ** 2, "weight": tf.ones([tf.shape(batch[0])[0]])}
 
 
+def flat_value(model, batch, training):
+    loss = (model(batch[0]) - batch[1]) ** 2
+    return {"loss": loss, "weight": tf.ones_like(loss), "dice": loss[:, 0]}
+
+
 def old_adam():
     import tf_keras
 
@@ -332,6 +337,7 @@ def old_adam():
     [
         (Broken(compute=mean_loss), {}, "never a mean"),
         (Broken(compute=flat_weight), {}, r'"weight" of shape \[3\] beside "loss" of shape \[3, 1\]'),
+        (Broken(compute=flat_value), {}, r'can.t weigh: .* plain mean, give "dice": loop.unweighted'),
         (Broken(compute=lambda *a, **k: {"los": 1}), {}, 'a dict of los: return a dict with a per-example "loss"'),
         (Broken(build_model=lambda: 3), {}, r"build_model\(\) returned int"),
         (Broken(build_model=lambda: None), {}, r"build_model\(\) returned NoneType"),

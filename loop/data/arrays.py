@@ -174,6 +174,7 @@ def _converted(
             continue
         if padding is not None:
             return converted  # lists of one length stay arrays here: another array has examples of different lengths
+        _check_is_no_list_of_arrays(name, arrays)
         which = f"array {name!r}: " if len(converted) > 1 or before_padding else ""
         raise UsageError(
             f"ArrayData: {which}examples of different lengths ({lengths_of(array)}): {before_padding}give "
@@ -181,6 +182,19 @@ def _converted(
             "to one length"
         )
     return converted if padding is None else _lists_as_sequences(arrays, converted)
+
+
+def _check_is_no_list_of_arrays(name: str | int, arrays: Mapping[str | int, Given]) -> None:
+    """Refuses several arrays in a list beside another array of as many examples, as Keras's `fit` takes them."""
+    parts = arrays[name]
+    lengths = {len(array) for array in arrays.values() if isinstance(array, np.ndarray) and array.ndim}
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, np.ndarray) and part.ndim for part in parts):
+        return
+    if {len(part) for part in parts} == lengths:
+        raise UsageError(
+            f"ArrayData: array {name!r} is a {type(parts).__name__} of {len(parts)} arrays: give a dict of them, "
+            'as ArrayData({"left": left, "right": right}, labels), or each as an array of its own'
+        )
 
 
 def _lists_as_sequences(arrays: Mapping[str | int, Given], converted: dict[str | int, Array]) -> dict[str | int, Array]:

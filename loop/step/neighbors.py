@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -19,35 +20,28 @@ from loop.task import Batch, Model, Values
 _REMEDY = "Take the rows of all replicas from loop.all_gather(...); `tfloop verify` shows the difference"
 
 
-def warn_of_loss(compute: Compute, trial: Trial, model: Model, names: Sequence[str]) -> None:
+def warn_of_loss(compute: Callable[..., Values], trial: Trial, model: Model, names: Sequence[str]) -> None:
     """Warns if the sums over a batch aren't those of its parts, which replicas and micro-batches add up.
 
     Args:
-        compute: the function that `trial` has tried.
+        compute: the function that `trial` has tried; it takes `training`, too.
         trial: what it has returned.
         model: the model.
         names: the names of its values.
     """
     if not trial.shares_batches or trial.seen is None:
         return
-    alone = trial.seen[1]
     example, together = _with_neighbors(compute, trial.example, *trial.seen)
-    # Most losses end here.
-    if _same(together["loss"][:1], alone["loss"]):
-        return
-    # Random numbers differ from call to call: they say nothing of the neighbors.
-    shared = batch_norm_variables(model)
-    before = [variable.numpy() for variable in shared]
-    if not _same(_values(compute, example, slice(1))["loss"], alone["loss"]):
-        return
-    # Where BatchNormalization has taken statistics of the batch, these are those of all replicas in a step.
-    if any(not np.array_equal(old, variable.numpy()) for old, variable in zip(before, shared, strict=True)):
-        return
-    others = _values(compute, example, slice(1, None))
-    # Not example by example: a mean that is repeated for each row has the right sum.
     sums = MetricSums(names, trial.metrics)
-    of_all, of_first, of_others = (tf.stack(sums.sums(values, tf.float64)[1]) for values in (together, alone, others))
-    if not _same(of_all, of_first + of_others):
+    depends = _depends(compute, example, together, trial.seen[1], model, sums)
+    if not depends:
+        # Examples may be mixed in training alone, where `all_gather` may be, too.
+        in_training = functools.partial(compute, training=True)
+        gathers = all_gathers()
+        with contextlib.suppress(Exception):  # a mistake in it shows when the step is traced
+            together, alone = (_values(in_training, example, rows) for rows in (slice(None), slice(1)))
+            depends = _depends(in_training, example, together, alone, model, sums) and all_gathers() == gathers
+    if depends:
         warnings.warn(
             f"the loss of an example depends on the other examples of its batch, {_sharing(trial)}", stacklevel=2
         )
@@ -101,6 +95,35 @@ def _sharing(trial: Trial) -> str:
     )
 
 
+def _depends(compute: Compute, example: Batch, together: Values, alone: Values, model: Model, sums: MetricSums) -> bool:
+    """Whether the sums over the examples aren't those over the first one and over the others.
+
+    Args:
+        compute: a function of a batch.
+        example: the examples.
+        together: what it has returned for them.
+        alone: what it has returned for the first one.
+        model: the model.
+        sums: adds up its values.
+    """
+    # Most losses end here, without another call.
+    if _same(together["loss"][:1], alone["loss"]):
+        return False
+    # Random numbers differ from call to call: they say nothing of the neighbors.
+    shared = batch_norm_variables(model)
+    before = [variable.numpy() for variable in shared]
+    for values, rows in ((alone, slice(1)), (together, slice(None))):
+        if not _same(_values(compute, example, rows)["loss"], values["loss"]):
+            return False
+    # Where BatchNormalization has taken statistics of the batch, these are those of all replicas in a step.
+    if any(not np.array_equal(old, variable.numpy()) for old, variable in zip(before, shared, strict=True)):
+        return False
+    others = _values(compute, example, slice(1, None))
+    # Not example by example: a mean that is repeated for each row has the right sum.
+    of_all, of_first, of_others = (tf.stack(sums.sums(values, tf.float64)[1]) for values in (together, alone, others))
+    return not _same(of_all, of_first + of_others)
+
+
 def warn_of_state(compute: Compute, trial: Trial, model: Model) -> None:
     """Warns if a variable that isn't trained gets another value from more rows, such as a running mean.
 
@@ -148,6 +171,11 @@ def _changing(model: Model) -> list[tf.Variable]:
     # BatchNormalization's statistics are those of all replicas. Seeds count calls.
     known = set(map(id, batch_norm_variables(model))) | set(map(id, seeds(model)))
     return [variable for variable in state(model) + normalized_kernels(model) if id(variable) not in known]
+
+
+def _changed(variables: Sequence[tf.Variable], before: Sequence[np.ndarray]) -> bool:
+    """Whether a variable hasn't the value that it had before."""
+    return any(not np.array_equal(old, variable.numpy()) for old, variable in zip(before, variables, strict=True))
 
 
 def _values(compute: Compute, example: Batch, rows: slice) -> Values:

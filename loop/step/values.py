@@ -166,7 +166,8 @@ def _check_weight(shapes: Shapes, unweighted: set[str]) -> None:
         if shape[: weight.rank] != weight:
             raise UsageError(
                 f'compute() returned "{name}" of shape {list(shape)}, which "weight" of shape {list(weight)} '
-                "can't weigh: its shape must begin with that of the weight"
+                "can't weigh: its shape must begin with that of the weight. For its plain mean, give "
+                f'"{name}": loop.unweighted(...)'
             )
 
 

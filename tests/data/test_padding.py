@@ -283,6 +283,7 @@ def _indexed(data):
     ("make", "message"),
     [
         (lambda: ArrayData([[1], [2, 3]]), r"different lengths \(1 to 2\): give padding=loop.Padding\(\)"),
+        (lambda: ArrayData([np.ones((3, 2)), np.ones((3, 1))], np.ones(3)), r"array 0 is a list of 2 arrays: give"),
         (lambda: ArrayData([0, 1], [[1], [2, 3]]), r"array 1: examples of different lengths"),
         (lambda: ArrayData({"x": [[1], [2, 3]]}, [0, 1]), r"array 'x': .*: put all arrays into one dict, and give"),
         (lambda: ArrayData({"a": {"x": [[1], [2, 3]]}}), r"array 'x': .*: put all arrays into one dict, and give"),

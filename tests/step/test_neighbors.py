@@ -55,6 +55,50 @@ class Centred(Prime):
         return [RunningMean(self.gathers)]
 
 
+class Balance(keras.layers.Layer):
+    """Adds the product of two means, as the load balancing of a mixture of experts does."""
+
+    def __init__(self, gathers=False, product=True, always=True):
+        super().__init__()
+        self.gathers = gathers
+        self.product = product
+        self.always = always
+
+    def call(self, inputs, training=False):
+        if training or self.always:
+            rows = loop.all_gather(inputs) if self.gathers else inputs
+            means = tf.reduce_mean(rows, 0), tf.reduce_mean(rows**2, 0)
+            self.add_loss(tf.reduce_sum(means[0] * means[1] if self.product else means[1]))
+        return inputs
+
+
+@dataclass
+class Balanced(Prime):
+    gathers: bool = False
+    product: bool = True
+    always: bool = True
+
+    def looked_up(self):
+        return [keras.layers.Dense(5), keras.layers.Dropout(0.1), Balance(self.gathers, self.product, self.always)]
+
+
+@dataclass
+class Mixed(Prime):
+    """Mixes each example with its neighbor, in training alone."""
+
+    gathers: bool = False
+
+    def compute(self, model, batch, training):
+        inputs, labels, weight = batch
+        if training and self.gathers:
+            everyone = loop.all_gather(inputs)
+            following = loop.first_row() + tf.range(1, tf.shape(inputs, tf.int64)[0] + 1)
+            inputs = (inputs + tf.gather(everyone, following % tf.shape(everyone, tf.int64)[0])) / 2
+        elif training:
+            inputs = (inputs + tf.roll(inputs, 1, 0)) / 2
+        return {"loss": super().compute(model, (inputs, labels, weight), training)["loss"]}
+
+
 OPTIONS = {"epochs": 1, "batch_size": 20, "precision": "float64"}
 
 
@@ -126,3 +170,22 @@ def test_a_running_mean_of_all_rows_is_that_of_one_replica(quiet):
         result = fit(Centred(dtype="float64", gathers=True), backend=backend, callbacks=quiet(), **OPTIONS)
         found.append([variable.numpy() for variable in result.model.variables])
     assert largest_difference(*found) <= 1e-12  # another order of additions
+
+
+@pytest.mark.parametrize("task", [Balanced(dtype="float64"), Balanced(dtype="float64", always=False)])
+def test_a_penalty_that_is_no_mean_over_rows_is_said(task, quiet):
+    if not task.always:
+        task.looked_up = lambda: [Balance(always=False)]
+    with pytest.warns(UserWarning, match="adds a loss that is no mean over the rows of a batch"):
+        fit(task, backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
+
+
+@pytest.mark.parametrize("task", [Balanced(dtype="float64", gathers=True), Balanced(dtype="float64", product=False)])
+def test_a_penalty_of_all_rows_or_a_mean_is_nothing_to_say(task, quiet):
+    fit(task, backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
+
+
+def test_examples_that_are_mixed_in_training_alone_are_said(quiet):
+    with pytest.warns(UserWarning, match="depends on the other examples of its batch, of which each of 2 replicas"):
+        fit(Mixed(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
+    fit(Mixed(dtype="float64", gathers=True), backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
