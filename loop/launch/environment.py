@@ -45,6 +45,15 @@ def forget_inherited_job() -> None:
             del os.environ[name]
 
 
+def own_job() -> None:
+    """Marks a job's variables as this process's own: a command that it starts is none of the job.
+
+    Of an outside launcher, too, and of a job with one worker, which has no size.
+    """
+    if JOB in os.environ or job_size() is not None:
+        os.environ[OWNER] = str(os.getpid())
+
+
 def job_size() -> int | None:
     """The number of workers of the job that this process was started in; None outside of a job.
 

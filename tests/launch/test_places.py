@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loop import UsageError
+from loop import UsageError, backends
 from loop.launch import host_lists, machine, places, schedulers, worker
 from loop.launch.environment import JOB, LAUNCHER, OWNER, forget_inherited_job, read_tf_config, tf_cluster
 from tests import launchers
@@ -308,6 +308,18 @@ def test_a_script_that_a_worker_starts_is_none_of_the_job(monkeypatch):
     monkeypatch.setattr(os, "environ", inherited)
     schedulers.join("auto")
     assert list(os.environ) == ["PATH"]
+
+
+def test_a_script_under_an_outside_launcher_owns_its_variables(monkeypatch):
+    """Only commands of `tfloop` did: a script that its callback started met Horovod in its place, and was aborted."""
+    inherited = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "PATH": os.environ["PATH"]}
+    monkeypatch.setattr(os, "environ", dict(inherited))
+    backends.create("single")
+    assert {**os.environ, **inherited} == os.environ
+    assert os.environ[OWNER] == str(os.getpid())
+    os.environ[OWNER] = str(os.getppid())
+    backends.create("single")
+    assert not {OWNER, "HOROVOD_RANK"} & os.environ.keys()
 
 
 def test_a_lone_worker_of_a_job_owns_its_variables_too(tmp_path):
