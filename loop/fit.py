@@ -13,6 +13,7 @@ from callbacks import Callback, notebook
 from callbacks.run_record.redaction import remember
 from loop.backends.base import Backend
 from loop.errors import RegroupError, no_exit
+from loop.launch.worker import as_peer_error
 from loop.monitor import stopwatch
 from loop.options import DEFAULTS, Options
 from loop.run import run_directory
@@ -182,7 +183,10 @@ def attempts(
                 return attempt(task, backend, options, all_callbacks, run_dir)
         except Exception as error:
             if not backend.is_recoverable(error):
-                raise
+                translated = as_peer_error(error)  # here, too: a script has no command around it
+                if translated is error:
+                    raise
+                raise translated from error
         # Outside of `except`: the error's traceback holds the variables of the last attempt.
         backend.rejoin()
 

@@ -94,6 +94,7 @@ def _directory_of_its_own(request, tmp_path, monkeypatch):
     if request.node.get_closest_marker("cold"):
         monkeypatch.setenv("TFLOOP_TESTS_COLD", "1")
     yield
+    os.environ.pop("TFLOOP_OWNER", None)  # of a backend that was made in this process
     # A task file of this test, such as `task.py`, would be the module `task` for all tests after it.
     inside = f"{tmp_path}{os.sep}"
     for name, module in sys.modules.copy().items():  # another thread may import

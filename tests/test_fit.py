@@ -16,6 +16,7 @@ import callbacks
 from callbacks import EVENTS, Callback, Checkpoint
 from loop import ArrayData, IndexedData, TrainingError, UsageError, fit
 from loop.backends import create
+from loop.errors import PeerError
 from loop.run.pace import Pace
 from tests.tasks import Conv, Legacy, Plain, Streamed, Unweighted, Weighted, regression
 
@@ -74,6 +75,21 @@ def test_events_of_a_failing_run(quiet):
     with pytest.raises(KeyError, match="planted"):
         fit(Plain(), epochs=2, callbacks=quiet() + [Failing(), recorder])
     assert [event for event, _ in recorder.heard][-2:] == ["exception", "fit_end"]
+
+
+def test_the_loss_of_a_worker_is_a_peer_error_in_a_script_too(quiet, monkeypatch):
+    """Only commands said so: under `horovodrun` or TF_CONFIG, a script ended with TensorFlow's own error."""
+    lost = tf.errors.UnavailableError(None, None, "Connection reset by peer")
+
+    def unavailable(task):
+        raise lost
+
+    monkeypatch.setattr(Plain, "train_data", unavailable)
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    with pytest.raises(PeerError, match=r"another worker is gone: .*UnavailableError here") as raised:
+        fit(Plain(), backend="single", callbacks=quiet())
+    assert raised.value.__cause__ is lost
 
 
 def test_hooks_are_the_events_and_the_docstring_of_the_loop_names_them_in_order():

@@ -10,7 +10,7 @@ from loop.backends import devices as devices_
 from loop.backends.base import Backend
 from loop.errors import UsageError
 from loop.launch import plugins
-from loop.launch.environment import WORKER, job_rank
+from loop.launch.environment import WORKER, forget_inherited_job, job_rank, own_job
 from loop.launch.worker import mark_state
 from loop.monitor import fault_injection
 from loop.options import check_communication
@@ -79,6 +79,9 @@ def create(
     Raises:
         UsageError: there is no such backend, no such device, or the backend can't communicate in that way.
     """
+    # A script has no other beginning than this: it is a worker here, or one that a worker has started.
+    forget_inherited_job()
+    own_job()
     # Checks first: they need no other worker.
     check_communication(name, communication)
     devices_.own_several(name, devices_per_replica)

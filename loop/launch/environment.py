@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
+from callbacks.progress import RELAY
 from loop.errors import UsageError
 
 LAUNCHER = "TFLOOP_LAUNCHER"
@@ -25,7 +26,7 @@ LOCAL_SIZE = "TFLOOP_LOCAL_SIZE"
 """Environment variable: how many workers `tfloop` has started on this worker's machine, which share its cores."""
 START_TIMEOUT = "TFLOOP_START_TIMEOUT"
 """Environment variable: the seconds within which all workers of a job must have started; 120."""
-_OF_WORKER = (LAUNCHER, JOB, WORKER, OWNER, LOCAL_SIZE, "TFLOOP_LOCAL_RANK", "TF_CONFIG")
+_OF_WORKER = (LAUNCHER, JOB, WORKER, OWNER, LOCAL_SIZE, RELAY, "TFLOOP_LOCAL_RANK", "TF_CONFIG")
 _OF_LAUNCHERS = (
     "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "LSF_PM_TASKID", "OMPI_COMM_WORLD_SIZE", "PBS_NODEFILE", "PMI_SIZE",
     "SKYPILOT_NODE_RANK", "SLURM_STEP_NUM_TASKS", "TFLOOP_SERVICE",
@@ -43,6 +44,15 @@ def forget_inherited_job() -> None:
     for name in list(os.environ):
         if name in (*_OF_WORKER, *_OF_LAUNCHERS) or name.startswith("HOROVOD_"):
             del os.environ[name]
+
+
+def own_job() -> None:
+    """Marks a job's variables as this process's own: a command that it starts is none of the job.
+
+    Of an outside launcher, too, and of a job with one worker, which has no size.
+    """
+    if JOB in os.environ or job_size() is not None:
+        os.environ[OWNER] = str(os.getpid())
 
 
 def job_size() -> int | None:

@@ -23,6 +23,10 @@ PODS = "TFLOOP_PODS"
 """Environment variable: how many pods a job on Kubernetes has."""
 
 
+_MOST_STEPS = 13
+"""As many steps of neighboring jobs of Slurm get ports of their own."""
+
+
 class Place(NamedTuple):
     """The place of a process in a job.
 
@@ -160,7 +164,8 @@ def _slurm(environment: Mapping[str, str]) -> Place | None:
             f"Slurm's task {rank} is not where a block distribution puts it (SLURM_NODEID={node}, SLURM_LOCALID="
             f"{local_rank}): start with srun --distribution=block"
         )
-    return Place(rank, hosts, job + step)  # the steps of a job may run at the same time
+    # Steps may run at the same time, as may other jobs. Not their sum: step 1 would have the next job's ports.
+    return Place(rank, hosts, _MOST_STEPS * job + step)
 
 
 def _lsf(environment: Mapping[str, str]) -> Place | None:

@@ -19,7 +19,7 @@ from callbacks.files import FileError, write_text
 from callbacks.run_record.redaction import mask
 from loop.errors import BAD_INPUT, FAILED, PREEMPTED, PeerError, PeerUsageError, TrainingError, UsageError, no_exit
 from loop.launch import explain, signals, stderr
-from loop.launch.environment import JOB, LAUNCHER, OWNER, job_size, not_started, start_timeout, worker_name
+from loop.launch.environment import JOB, LAUNCHER, job_size, not_started, own_job, start_timeout, worker_name
 
 # Names of TensorFlow's errors, and Horovod's. The classes aren't compared: this module imports neither library.
 _PEER_LOSS = ("UnavailableError", "AbortedError", "HorovodInternalError")
@@ -147,9 +147,7 @@ def reporting() -> Iterator[Reporter]:
         }
         write_text(Path(job) / f"rank-{worker_name()}.json", json.dumps(message))
 
-    # Of an outside launcher, too, and of a job with one worker, which has no size: see `forget_inherited_job`.
-    if job is not None or job_size() is not None:
-        os.environ[OWNER] = str(os.getpid())
+    own_job()
     if job is not None:
         # By default, SIGUSR1 kills a process. It is ignored until the run has its own handler.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)

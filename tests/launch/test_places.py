@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loop import UsageError
+from callbacks.progress import RELAY
+from loop import UsageError, backends
 from loop.launch import host_lists, machine, places, schedulers, worker
 from loop.launch.environment import JOB, LAUNCHER, OWNER, forget_inherited_job, read_tf_config, tf_cluster
 from tests import launchers
@@ -47,7 +48,7 @@ def test_places_under_mpirun(mpi, monkeypatch):
 def test_places_under_srun():
     place = schedulers.place("auto", SLURM)
     rank, addresses = tf_cluster(place["TF_CONFIG"])
-    base = 10_000 + 256 * (4713 % 88)
+    base = 10_000 + 256 * ((13 * 4711 + 2) % 88)
     assert rank == 2
     assert list(addresses.values()) == [f"n09:{base}", f"n09:{base + 1}", f"n10:{base}"]
     assert place["TFLOOP_LOCAL_RANK"] == "0"
@@ -283,6 +284,16 @@ def test_what_is_no_job_of_several_workers(flux, tmp_path):
     assert schedulers.place("auto", {"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "sweep-1"}) == {}
 
 
+def test_steps_of_neighboring_jobs_of_slurm_have_ports_of_their_own():
+    """Step 1 of a job and step 0 of the next one, on the same node, had the same."""
+    numbers = set()
+    for job in range(4711, 4717):
+        for step in range(13):
+            _, own = places.find({**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+            numbers.add(own.number % 88)  # the blocks of ports
+    assert len(numbers) == 6 * 13
+
+
 @pytest.mark.parametrize("launcher", ["Slurm", "mpirun", *LAUNCHERS])
 def test_a_command_that_a_worker_starts_is_none_of_the_job(launcher, tmp_path, flux, monkeypatch):
     """It took the worker's place, and was refused because the worker has the port."""
@@ -305,9 +316,22 @@ def test_a_command_that_a_worker_starts_is_none_of_the_job(launcher, tmp_path, f
 def test_a_script_that_a_worker_starts_is_none_of_the_job(monkeypatch):
     """Its `fit` took the worker's place, and Horovod aborted it after 30 seconds."""
     inherited = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", OWNER: str(os.getppid()), "PATH": os.environ["PATH"]}
+    inherited[RELAY] = "relay"  # its own progress ended the job's bar
     monkeypatch.setattr(os, "environ", inherited)
     schedulers.join("auto")
     assert list(os.environ) == ["PATH"]
+
+
+def test_a_script_under_an_outside_launcher_owns_its_variables(monkeypatch):
+    """Only commands of `tfloop` did: a script that its callback started met Horovod in its place, and was aborted."""
+    inherited = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "PATH": os.environ["PATH"]}
+    monkeypatch.setattr(os, "environ", dict(inherited))
+    backends.create("single")
+    assert {**os.environ, **inherited} == os.environ
+    assert os.environ[OWNER] == str(os.getpid())
+    os.environ[OWNER] = str(os.getppid())
+    backends.create("single")
+    assert not {OWNER, "HOROVOD_RANK"} & os.environ.keys()
 
 
 def test_a_lone_worker_of_a_job_owns_its_variables_too(tmp_path):
