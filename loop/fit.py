@@ -13,7 +13,7 @@ from callbacks import Callback, notebook
 from callbacks.run_record.redaction import remember
 from loop.backends.base import Backend
 from loop.errors import RegroupError, no_exit
-from loop.launch.worker import as_peer_error
+from loop.launch.worker import peer_errors
 from loop.monitor import stopwatch
 from loop.options import DEFAULTS, Options
 from loop.run import run_directory
@@ -109,8 +109,7 @@ def fit(
         precision: `float32` or `float64`; or `bfloat16` or `mixed_float16`, in which layers compute while variables
             stay float32. With `mixed_float16` the loss is scaled, as far as its gradients stay finite; `float32`.
         accumulate: into how many micro-batches a global batch is cut, to save memory. The result doesn't depend on it,
-            unless the model looks at the whole batch (BatchNormalization), which is then a micro-batch, or changes
-            with each forward pass: dropout and noise draw once for each micro-batch; 1.
+            unless the model looks at the whole batch (BatchNormalization), or draws (dropout), for each micro-batch; 1.
         compression: the type in which gradients are sent between replicas: `fp16`, or `bf16` (not with Horovod). Only
             their sums are rounded, to 11 or 8 bits; `none`.
         groups: the number of collectives that reduce the gradients. The last layers' gradients are reduced while those
@@ -165,7 +164,7 @@ def fit(
     given = {name: value for name, value in locals().items() if name in DEFAULTS}
     check_is_task(task)
     remember(field_values(task))  # from here on, the secrets among them are hidden in all output
-    with notebook.short_interrupt():
+    with notebook.short_interrupt(), peer_errors():
         if workers is not None:
             return fit_in_workers(task, given, workers, callbacks, run_dir)
         return result(attempts(task, given, callbacks, run_dir))
@@ -183,10 +182,7 @@ def attempts(
                 return attempt(task, backend, options, all_callbacks, run_dir)
         except Exception as error:
             if not backend.is_recoverable(error):
-                translated = as_peer_error(error)  # here, too: a script has no command around it
-                if translated is error:
-                    raise
-                raise translated from error
+                raise
         # Outside of `except`: the error's traceback holds the variables of the last attempt.
         backend.rejoin()
 
@@ -303,15 +299,9 @@ def evaluate_set(run: Run, bus: Bus, name: str) -> bool:
 
 
 def between_calls(run: Run, bus: Bus, steps: int | None = None) -> bool:
-    """All workers agree on what comes next, and take the checkpoint that is due.
+    """All workers agree on what comes next, and take the checkpoint that is due. Returns whether the run ends here.
 
-    Args:
-        run: the run.
-        bus: its callbacks.
-        steps: how many steps the next call makes; None: up to the next boundary of the training.
-
-    Returns:
-        Whether the run ends here.
+    `steps` is how many steps the next call makes; None: up to the next boundary of the training.
     """
     decision = run.synchronize(run.calls.steps_to_boundary(run, bus.steps_left()) if steps is None else steps)
     if decision.saved:

@@ -118,14 +118,24 @@ class ArrayData:
 
 def _refuse_tuple_of_arrays(given: Given) -> None:
     """Refuses `ArrayData((inputs, labels))`, which would be two examples."""
-    if not isinstance(given, tuple) or not all(isinstance(part, np.ndarray | tf.Tensor) for part in given):
-        return
-    rows = {tuple(part.shape[:1]) for part in given}
-    if len(given) > 1 and len(rows) == 1 and rows != {()}:
+    rows = _rows_of_each(given) if isinstance(given, tuple) else None
+    if rows is not None:
         raise UsageError(
-            f"ArrayData: a tuple of {len(given)} arrays with {len(given[0])} rows each: give the arrays one by one, as "
+            f"ArrayData: a tuple of {len(given)} arrays with {rows} rows each: give the arrays one by one, as "
             "ArrayData(inputs, labels); or a list of arrays, if each is an example"
         )
+
+
+def _rows_of_each(given: Given) -> int | None:
+    """How many rows each of several arrays in a list or tuple has; None: they differ, or it has something else in it."""
+    if not isinstance(given, list | tuple) or len(given) < 2:
+        return None
+    rows = set()
+    for part in given:
+        if not isinstance(part, np.ndarray) or not part.ndim:
+            return None
+        rows.add(len(part))
+    return rows.pop() if len(rows) == 1 else None
 
 
 def _as_arrays(structure: Structure) -> Structure:
@@ -187,10 +197,9 @@ def _converted(
 def _check_is_no_list_of_arrays(name: str | int, arrays: Mapping[str | int, Given]) -> None:
     """Refuses several arrays in a list beside another array of as many examples, as Keras's `fit` takes them."""
     parts = arrays[name]
-    lengths = {len(array) for array in arrays.values() if isinstance(array, np.ndarray) and array.ndim}
-    if not isinstance(parts, list | tuple) or not all(isinstance(part, np.ndarray) and part.ndim for part in parts):
-        return
-    if {len(part) for part in parts} == lengths:
+    rows = _rows_of_each(parts)
+    others = [array for array in arrays.values() if isinstance(array, np.ndarray) and array.ndim]
+    if rows is not None and set(map(len, others)) == {rows}:
         raise UsageError(
             f"ArrayData: array {name!r} is a {type(parts).__name__} of {len(parts)} arrays: give a dict of them, "
             'as ArrayData({"left": left, "right": right}, labels), or each as an array of its own'

@@ -31,7 +31,7 @@ def shuffled(
         stream: each stream has a permutation of its own. That of stream 0 orders arrays and indexed data. Up to epoch
             255, and with seeds up to 255, it is `tf.random.experimental.index_shuffle` with `seed=[seed, epoch]`.
     """
-    if tf.is_symbolic_tensor(epoch) and isinstance(stream, int):
+    if not isinstance(epoch, int) and tf.is_symbolic_tensor(epoch) and isinstance(stream, int):
         # In the graph that the epoch comes from, outside of the loop of steps, which all have one key.
         with epoch.graph.as_default():
             key = _key(seed, epoch, stream)

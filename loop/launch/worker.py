@@ -172,6 +172,18 @@ def as_peer_error(error: BaseException) -> BaseException:
     return PeerError(f"another worker is gone: what it printed last says why ({type(error).__name__} here)")
 
 
+@contextlib.contextmanager
+def peer_errors() -> Iterator[None]:
+    """Raises what `as_peer_error` makes of an error within it."""
+    try:
+        yield
+    except Exception as error:
+        translated = as_peer_error(error)
+        if translated is error:
+            raise
+        raise translated from error
+
+
 def is_peer_loss(error: BaseException) -> bool:
     """Whether a backend raises this error when it has lost another worker."""
     name = type(error).__name__

@@ -39,7 +39,8 @@ def warn_of_loss(compute: Callable[..., Values], trial: Trial, model: Model, nam
         in_training = functools.partial(compute, training=True)
         gathers = all_gathers()
         with contextlib.suppress(Exception):  # a mistake in it shows when the step is traced
-            together, alone = (_values(in_training, example, rows) for rows in (slice(None), slice(1)))
+            together = _values(in_training, example, slice(None))
+            alone = _values(in_training, example, slice(1))
             depends = _depends(in_training, example, together, alone, model, sums) and all_gathers() == gathers
     if depends:
         warnings.warn(
