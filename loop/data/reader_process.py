@@ -140,6 +140,7 @@ class ReaderProcesses:
     def __init__(self, payload: bytes, count: int) -> None:
         self._payload = payload
         self._processes: list[ReaderProcess | None] = [None] * count
+        self._lock = threading.Lock()
         # The finalizer holds the list, and not this object, which could never be collected then.
         self._finalizer = weakref.finalize(self, _close, self._processes)
 
@@ -148,14 +149,21 @@ class ReaderProcesses:
         process = self._processes[thread]
         if process is None:
             process = ReaderProcess(self._payload, thread)
-            self._processes[thread] = process  # no lock: each thread has a place of its own
+            with self._lock:
+                closed = not self._finalizer.alive
+                if not closed:
+                    self._processes[thread] = process
+            if closed:  # while this one was started
+                process.close()
+                return None
             if None not in self._processes:
                 self._payload = b""  # it may have all examples of a source in memory
         return process if process.ready else None
 
     def close(self) -> None:
-        """Ends all of them at once."""
-        self._finalizer()
+        """Ends all of them at once, also one that a thread is starting just now."""
+        with self._lock:
+            self._finalizer()
 
 
 def _close(processes: list[ReaderProcess | None]) -> None:

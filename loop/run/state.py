@@ -216,8 +216,7 @@ def restore(run: Run, tensors: Arrays | None, state: Json, adopted: Sequence[str
     run.progress.restore(state["progress"])
     run.epoch.restore(state)
     # Totals of other values, since `compute` was changed: the epoch's means are those of its other steps.
-    names = run.step.metric_names()
-    if state.get("epoch_metrics", names) != names:
+    if "epoch_metrics" in state and state["epoch_metrics"] != run.step.metric_names():
         run.epoch.clear_totals()
     run.epoch.drop_evaluations(run.evaluated_sets)
     if run.plan.named and "phase" in state:

@@ -1420,6 +1420,21 @@ def test_what_was_sent_to_all_processes_is_kept_no_longer():
     made.close()
 
 
+def test_a_process_that_is_starting_while_all_end_ends_too(monkeypatch):
+    processes = reader_process.ReaderProcesses(b"", 1)
+    started = []
+
+    class Starting(reader_process.ReaderProcess):
+        def __init__(self, payload, number):
+            super().__init__(payload, number)
+            started.append(self)
+            processes.close()
+
+    monkeypatch.setattr(reader_process, "ReaderProcess", Starting)
+    assert processes.of_thread(0) is None
+    assert started[0]._process.returncode is not None
+
+
 def test_what_fails_in_a_process_is_named():
     made, _ = _read_by(1, lambda readers: loop.IndexedData(Items(bad=[3]), readers=readers), steps=0)
     try:
