@@ -56,7 +56,7 @@ class Record:
     # Seconds since the epoch, UTC; None where it isn't known, as for all numbers that may be None.
     started: float | None = None
     seconds: float = 0.0  # how long it ran, all attempts together
-    lives: int = 0  # its attempts: how often it was started
+    lives: int = 0  # how often it was started
     steps: int = 0  # optimizer steps made
     epochs: int = 0  # epochs completed
     examples: int = 0  # examples used

@@ -145,11 +145,11 @@ def _source(session: Session, data: Any) -> Source:
     examples: Source | None
     if data == "train":
         examples = session.data.train
-    elif _reads_eval(session.task, data):
-        examples = _evaluated(session, data)
-    else:
-        test_data = _in_order(session.task.test_data(), {})  # type: ignore[attr-defined]
+    elif data == "test" and hasattr(session.task, "test_data"):
+        test_data = _in_order(session.task.test_data(), {})
         examples = None if test_data is None else source(test_data, batching, "test_data()")
+    else:
+        examples = _evaluated(session, data)
     if examples is None:
         raise UsageError(f"{kind}.{data}_data() returned None, or isn't defined: give other DATA, or define it")
     if examples.endless:

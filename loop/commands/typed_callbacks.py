@@ -118,7 +118,8 @@ def _made_by_command(text: str) -> callbacks.Callback:
             f"--callback {text}: {name} is no callback: the form with @ is for commands that start a training; type "
             "MODULE:CLASS, or Class(argument=value)"
         )
-    return kind(argument) if has_argument else kind()  # type: ignore[call-arg]
+    make: Callable[..., callbacks.Callback] = kind
+    return make(argument) if has_argument else make()
 
 
 def _made(text: str) -> callbacks.Callback:

@@ -39,10 +39,14 @@ _shape_of = operator.attrgetter("shape")
 
 
 class ReaderProcess:
-    """A process that reads examples, seen from the one that trains; `payload` is what `pickled` has returned.
+    """Starts a process that reads examples, and asks it for them.
 
-    It is a new interpreter, not a fork: TensorFlow's threads and locks don't survive one. It imports what the source
-    and its map need, which may take seconds, and is `ready` after that.
+    The process is a new interpreter, not a fork: TensorFlow's threads and locks don't survive one. It imports what the
+    source and its map need, which may take seconds, and is `ready` after that.
+
+    Args:
+        payload: what `pickled` has returned.
+        number: of the process, for messages.
     """
 
     def __init__(self, payload: bytes, number: int) -> None:

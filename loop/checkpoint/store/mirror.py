@@ -317,8 +317,8 @@ class Mirror:
 def _opened(path: Path) -> Iterator[dict[str, BufferedReader]]:
     """The files of a checkpoint by name, its manifest last: what has a manifest in the store is whole.
 
-    All are open before the first one is sent: the run may remove the checkpoint meanwhile. If it lives shorter than it
-    travels, as on a slow line, the store would else never have any.
+    All are open before the first one is sent, since the run may remove the checkpoint meanwhile. On a slow line it
+    removes each one before all of it is sent.
 
     Raises:
         FileNotFoundError: the run has removed or replaced it.

@@ -53,15 +53,19 @@ class Command(TyperCommand):
     """A command whose help has its options by theme."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        shown = [parameter for parameter in self.get_params(ctx) if parameter.get_help_record(ctx)]
+        shown = []
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:  # it isn't hidden
+                shown.append((parameter, record))
         rows: list[Row] = []
-        for parameter in shown:
+        for parameter, record in shown:
             theme = getattr(parameter, "rich_help_panel", None) or REST
             if parameter.param_type_name == "argument":
                 theme = ARGUMENTS
             elif len(shown) <= _GROUPED:  # a short help needs no headings
                 theme = REST
-            rows.append((theme, *parameter.get_help_record(ctx)))  # type: ignore[misc]
+            rows.append((theme, *record))
         _write(formatter, rows)
 
 
