@@ -128,7 +128,7 @@ def _with(present: Iterable[Callback], added: Iterable[Callback]) -> list[Callba
     added = list(added)
     callbacks: list[Callback] = []
     for callback in present:
-        kinds = tuple(filter(partial(isinstance, callback), STANDARD))  # mostly one; none of a callback of the user's
+        kinds = tuple(kind for kind in STANDARD if isinstance(callback, kind))  # none of a callback of the user's own
         # In its place, since the order of the standard set matters.
         _add(callbacks, [other for other in added if isinstance(other, kinds)] or [callback])
     _add(callbacks, added)
@@ -145,4 +145,6 @@ def _add(callbacks: list[Callback], more: Iterable[Callback]) -> None:
 
 def _order(callback: Callback) -> int:
     """-1: before the others; 1: after them."""
-    return isinstance(callback, MLflowTracker) - isinstance(callback, EvaluateBeside)
+    if isinstance(callback, EvaluateBeside):
+        return -1
+    return 1 if isinstance(callback, MLflowTracker) else 0

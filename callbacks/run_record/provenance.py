@@ -49,8 +49,10 @@ def collect(run_dir: Path, task_file: Path | None) -> dict[str, object]:
         `diff_copy`. Copies are paths in the run directory.
     """
     facts: dict[str, object] = {"command": mask(" ".join(sys.argv)), "host": platform.node()}
-    if image := next(filter(None, map(os.environ.get, IMAGES)), None):
-        facts["image"] = mask(image)
+    for name in IMAGES:
+        if image := os.environ.get(name):
+            facts["image"] = mask(image)
+            break
     if task_file is None:
         return facts
 

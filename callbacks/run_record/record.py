@@ -104,8 +104,10 @@ class Record:
     @property
     def metric(self) -> str:
         """The metric by which runs are compared by default: the loss, of the evaluation if there is one."""
-        names = ("eval_loss", "loss", STEP + "loss", *self.curves)
-        return next(filter(self.curves.__contains__, names), "")
+        for name in ("eval_loss", "loss", STEP + "loss", *self.curves):
+            if name in self.curves:
+                return name
+        return ""
 
 
 def is_run(path: Path) -> bool:

@@ -132,7 +132,7 @@ def _rows_of_each(given: Given) -> int | None:
         return None
     rows = set()
     for part in given:
-        if not isinstance(part, np.ndarray) or not part.ndim:
+        if not isinstance(part, np.ndarray | tf.Tensor) or not part.ndim:
             return None
         rows.add(len(part))
     return rows.pop() if len(rows) == 1 else None

@@ -301,6 +301,7 @@ MASKED = np.ma.masked_equal(np.arange(3), 1)
         (lambda: ArrayData({"x": np.zeros(3)}, np.zeros(3), padding=0), "put all arrays into one dict"),
         (lambda: ArrayData({"x": {"y": np.zeros(3)}}, np.zeros(4)), r"unequal length \(3, 4 examples"),
         (lambda: ArrayData((np.zeros((9, 2)), np.zeros(9))), "tuple of 2 arrays with 9 rows"),
+        (lambda: ArrayData((tf.zeros((9, 2)), np.zeros(9))), "tuple of 2 arrays with 9 rows"),
         (lambda: ArrayData({"x": {}}), "a dict without arrays: give at least one"),
         (lambda: ArrayData(number for number in [1, 2]), "array 0 is a generator, which has no examples"),
         (lambda: ArrayData(np.zeros(3), None), "array 1 is a NoneType"),

@@ -89,7 +89,9 @@ def _by_prefix(root: Path, paths: Mapping[str, Path], prefix: str) -> Path:
         return paths[names[0]]
     if names:
         some = ", ".join(map(printable, names[:3]))
-        raise UsageError(f"{printable(prefix)}: {len(names)} runs begin so: {some}{', ...' * (len(names) > 3)}")
+        if len(names) > 3:
+            some += ", ..."
+        raise UsageError(f"{printable(prefix)}: {len(names)} runs begin so: {some}")
 
     close = difflib.get_close_matches(prefix, paths, 1)
     hint = f"did you mean {printable(close[0])!r}?" if close else f"the latest is {_latest(paths).name!r}"
