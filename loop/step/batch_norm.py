@@ -20,9 +20,9 @@ Moments: TypeAlias = tuple[tf.Tensor, tf.Tensor]
 def share(model: Model, synchronized: bool) -> None:
     """Lets the model's BatchNormalization layers take mean and variance over the rows of all replicas, or of each.
 
-    The way of Keras (`synchronized=True`) averages the replicas' means, which is wrong where they have different
-    numbers of rows. Horovod's layer doesn't work with Keras 3. Here the counts, means and sums of squared distances of
-    all replicas are combined exactly.
+    Keras's own synchronization (`synchronized=True`) works under `tf.distribute` only, and computes the variance as a
+    difference of two means, which loses digits. Horovod's layer doesn't work with Keras 3. Here the counts, means and
+    sums of squared distances of all replicas are combined exactly.
     """
     legacy = sys.modules.get("tf_keras")
     for layer in batch_norms(model):
