@@ -144,12 +144,12 @@ def table(times: dict[str, dict[str, list[float]]], rounds: int) -> str:
         f"one, with 2 logical devices) on {about['cores']} cores ({about['cpu']}), {about['date']}. "
         "`python -m benchmarks.collectives` makes this page.",
         "",
-        "First the sum of a tensor of this size, then a training step of a dense net. Of the last one, a step of each "
-        f"replica alone ({ALONE}) takes {alone:.1f} ms: scaling is that, divided by the step of two. With {APART}, it "
-        f"takes {apart:.1f} ms: so this machine has a scaling of {alone / apart:.2f} to give, and the last column is "
-        "how much of it is left.",
+        "The first columns are sums of a tensor of this size, the others training steps of a dense net. For the last "
+        f"net, a step of one replica alone ({ALONE}) takes {alone:.1f} ms; scaling is this time divided by that of the "
+        f"step of two replicas. With {APART}, the step takes {apart:.1f} ms: a scaling of {alone / apart:.2f} is "
+        "possible on this machine, and the last column is relative to it.",
         "",
-        "| way | cores of a process | " + " | ".join(columns) + " | scaling | of what can be had |",
+        "| way | cores of a process | " + " | ".join(columns) + " | scaling | of the possible |",
         "|---|---|" + "---|" * (len(columns) + 2),
     ]
     for name, found in times.items():

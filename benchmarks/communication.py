@@ -281,11 +281,12 @@ def table(result: dict[str, Any]) -> str:
         "# Communication",
         "",
         f"Measured on {about['date']}, {about['cores']} cores ({about['cpu']}), load {about['load']} at the start, 2 "
-        f"processes, global batch {BATCH}, {result['rounds']} rounds in turns; medians. `python -m "
+        f"processes, global batch {BATCH}; medians of {result['rounds']} interleaved rounds. `python -m "
         "benchmarks.communication` makes this page.",
         "",
-        f"On the 784-64-10 model, a step of {EXAMPLE} takes {goal['example_ms']:.2f} ms with {THEIRS}, ours, with its "
-        f"cycle time, {goal['ours_ms']:.2f} ms: **{goal['ratio']:.2f} times as fast** (goal: at least 1.5).",
+        f"On the 784-64-10 model, a step of {EXAMPLE} takes {goal['example_ms']:.2f} ms with {THEIRS}. A step of "
+        f"tfloop, with its own cycle time, takes {goal['ours_ms']:.2f} ms: **{goal['ratio']:.2f} times as fast** "
+        "(goal: at least 1.5).",
     ]
     for engine in ("horovod", "multiworker"):
         part = result[engine]

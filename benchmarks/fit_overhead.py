@@ -121,10 +121,10 @@ def main() -> None:
         print(rows[-1], flush=True)
     if given.write:
         about = (
-            "What a `fit` of one epoch costs in a warm process, as in a notebook: an MLP on 640 examples; all but its "
-            f"10 steps is overhead. The first {WARM} fits aren't counted: the very first one with MLflow waits for its "
-            "import. The median (least to greatest); CPU time is that of all threads of the process. Goals: 0.5 s, and "
-            "1 s with MLflow. "
+            "The cost of a `fit` of one epoch in a warm process, as in a notebook: an MLP on 640 examples; everything "
+            f"except its 10 steps is overhead. The first {WARM} fits aren't counted, because the first one with MLflow "
+            "waits for its import. Median (least to greatest); CPU time is that of all threads of the process. Goals: "
+            "0.5 s, and 1 s with MLflow. "
             f"`python -m benchmarks.fit_overhead --fits {given.fits} --tracked {given.tracked} --write`."
         )
         found = {"about": about, "rows": rows}

@@ -122,9 +122,9 @@ def resident() -> float:
 
 MORE = {
     "callbacks": Measurement(
-        "The mlp, with other sets of callbacks; each of those added asks for the metrics.", against(*CALLBACKS)
+        "The mlp with other sets of callbacks; each added callback reads the metrics.", against(*CALLBACKS)
     ),
-    "metrics": Measurement("The mlp, with 1, 10 and 100 values in `compute` beside the loss.", against(*METRICS)),
+    "metrics": Measurement("The mlp with 1, 10 and 100 values in `compute` besides the loss.", against(*METRICS)),
     "first-step": Measurement("The mlp: the time to the end of the first step.", first_step),
     "long-run": Measurement("A million steps of one dense layer of 4 weights, batch 4, standard callbacks.", long_run),
 }

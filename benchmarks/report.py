@@ -168,12 +168,12 @@ def speed_table(contenders: Mapping[str, Any]) -> str:
 def markdown(results: Results) -> str:
     """All results, to be read."""
     parts = ["# Performance", (
-        "What `uv run --group bench python -m benchmarks run` has measured. Each contender is a live process; in each "
-        "round each of them trains for a while, one at a time. Rates are medians of the rounds, start and compilation "
-        "left out; a ratio is the median of the rounds' ratios. Ours is `fit` with its default options and the "
-        "standard callbacks, unless it says otherwise. CPU time is that of the contender and of all processes that it "
-        "has started, start of an epoch included: the median of the rounds. Memory is that of the contender's own "
-        "process."
+        "The measurements of `uv run --group bench python -m benchmarks run`. Each contender is a live process. In "
+        "each round, each contender trains for a while, one at a time. Rates are medians of the rounds, without start "
+        "and compilation; a ratio is the median of the rounds' ratios. \"Ours\" is tfloop's `fit` with default options "
+        "and the standard callbacks, unless stated otherwise. CPU time is the median of the rounds, for the contender "
+        "and all processes that it has started, including the start of an epoch. Memory is that of the contender's "
+        "own process."
     ), "## Goals", goals_table(results)]  # fmt: skip
     for name in [name for name in WORKLOADS if name in results["workloads"]]:
         entry = results["workloads"][name]

@@ -255,20 +255,21 @@ def report(result: dict[str, Any]) -> str:
         "# Scaling",
         "",
         f"Measured on {about['date']}, {about['cores']} cores ({about['cpu']}), load {about['load']} at the start; "
-        "`python -m benchmarks.scaling` makes this page. Everything beyond 4 processes is a model's prediction, and "
-        "nothing else.",
+        "`python -m benchmarks.scaling` makes this page. All numbers for more than 4 processes are predictions of a "
+        "model.",
         "",
-        "Weak scaling: each replica keeps its batch, and efficiency is the time of a step on one replica over that on "
-        "p. A ring all-reduce of n bytes takes 2 (p - 1) alpha + 2 (p - 1) / p n beta; a tree (one binomial tree up "
-        "and down, not cut into pieces; not NCCL's double tree) 2 ceil(log2 p) (alpha + n beta). With overlap, "
-        "communication hides behind the backward pass, 2/3 of compute: an upper bound, since the last gradients come "
-        "at its end. 16 bits halve n. Input, stragglers and the slowdown of compute by communication are left out.",
+        "Weak scaling: each replica keeps its batch, and efficiency is the time of a step on one replica divided by "
+        "that on p. A ring all-reduce of n bytes takes 2 (p - 1) alpha + 2 (p - 1) / p n beta. A tree (one binomial "
+        "tree up and down, not cut into pieces; not NCCL's double tree) takes 2 ceil(log2 p) (alpha + n beta). With "
+        "overlap, communication is hidden by the backward pass, 2/3 of compute. That is an upper bound, because the "
+        "last gradients are ready only at its end. 16 bits halve n. The model leaves out input, stragglers and the "
+        "slowdown of compute by communication.",
         "",
         "## The fit, and what it is worth",
         "",
         f"Horovod with gloo over loopback, 2 to 4 processes: alpha = {here['alpha'] * 1e6:.0f} us, 1 / beta = "
         f"{1e-9 / here['beta'] if here['beta'] else math.inf:.2f} GB/s, from messages of "
-        f"{', '.join(f'{size:,}' for size in FITTED)} bytes. On sizes that the fit hasn't seen:",
+        f"{', '.join(f'{size:,}' for size in FITTED)} bytes. On sizes that were not used for the fit:",
         "",
         "| processes | bytes | measured ms | predicted ms | error |",
         "|---|---|---|---|---|",
@@ -277,13 +278,13 @@ def report(result: dict[str, Any]) -> str:
             for p, size, took, said in result["check"]
         ),
         "",
-        f"The median of the error's size is {result['median_error']:.0%}. This checks the formula's shape in message "
-        "size on processes that share two cores: from 3 processes on they wait for a core as well as for each other. "
-        "It says nothing of a network, nor of hundreds of replicas.",
+        f"The median absolute error is {result['median_error']:.0%}. This checks how the formula depends on the "
+        "message size, on processes that share two cores: 3 or more processes wait for a core as well as for each other. It "
+        "doesn't check networks or hundreds of replicas.",
         "",
         "## Published results",
         "",
-        "What the model says for the published networks and compute times (parameters and sources are in "
+        "The model's predictions for published networks and compute times (parameters and sources are in "
         "`benchmarks/scaling.py`):",
         "",
         "| | published | model, no overlap | model, full overlap |",
@@ -293,15 +294,16 @@ def report(result: dict[str, Any]) -> str:
             for name, (published, none, full) in result["published"].items()
         ),
         "",
-        "The truth should lie between the two columns. Overlap is never full, because the last gradients come at the "
-        "end of the backward pass; and for VGG-16 the reduction takes longer than all of the backward pass. Links that "
-        "don't reach their nominal speed, stragglers and input explain what is missing where the model says 100 %.",
+        "The published value should lie between the two columns. Overlap is never full, because the last gradients are "
+        "ready only at the end of the backward pass; for VGG-16, the reduction takes longer than the whole backward "
+        "pass. Links below their nominal speed, stragglers and input explain the difference where the model says "
+        "100 %.",
         "",
         "## Predictions",
         "",
-        f"On {8e-9 / ETHERNET.beta:.0f} Gbit/s and {ETHERNET.alpha * 1e6:.0f} us a message (assumed), 32 examples a "
-        "replica, compute times measured here on CPUs (those of ResNet-50 and BERT-base are published or derived, on "
-        "GPUs):",
+        f"Assumed: {8e-9 / ETHERNET.beta:.0f} Gbit/s, {ETHERNET.alpha * 1e6:.0f} us per message, 32 examples per "
+        "replica. Compute times are measured here on CPUs (those of ResNet-50 and BERT-base are published or derived, "
+        "on GPUs):",
         "",
         "![Efficiency over replicas](scaling.png)",
     ]
