@@ -279,8 +279,8 @@ def report(result: dict[str, Any]) -> str:
         ),
         "",
         f"The median absolute error is {result['median_error']:.0%}. This checks how the formula depends on the "
-        "message size, on processes that share two cores: 3 or more processes wait for a core as well as for each other. "
-        "It doesn't check networks or hundreds of replicas.",
+        "message size, on processes that share two cores: 3 or more processes wait for a core as well as for each "
+        "other. It doesn't check networks or hundreds of replicas.",
         "",
         "## Published results",
         "",
