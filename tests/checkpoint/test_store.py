@@ -394,6 +394,13 @@ def test_a_wrong_url_that_is_typed_has_its_fix(typed, command):
     assert "give a URL without user, query and fragment" in err
 
 
+@pytest.mark.parametrize("typed", ["s3://", "s3://bucket/../runs", "http://host/"])
+def test_a_wrong_folder_of_runs_is_named_as_it_was_typed(typed, command):
+    code, _, err = command("runs", "--root", typed)
+    assert code == 2
+    assert f" {typed}: give " in err
+
+
 def test_a_shared_disk_has_the_same_lease(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
     url = f"file://{tmp_path}/disk/run"
@@ -453,7 +460,7 @@ def test_who_only_looks_leaves_no_directory_at_a_url(tmp_path, command):
 def test_a_file_of_any_name_is_delivered(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
     url = f"file://{tmp_path}/disk/run"
-    names = ["tab\t.txt", "two\nlines", "bad\udcff", "x" * 245, "größe", "a#1", "a%20b"]
+    names = ["tab\t.txt", "two\nlines", "bad\udcff", "x" * 255, "größe", "a#1", "a%20b"]
     with copies.mirrored(url) as directory:
         write(directory, 1)
         for name in names:
@@ -461,6 +468,44 @@ def test_a_file_of_any_name_is_delivered(tmp_path, monkeypatch):
     assert is_tidy(url)
     copied = copies.copy(url)
     assert [(copied / name).read_text(errors="surrogateescape") for name in names] == names
+
+
+def test_copies_of_runs_with_like_names_are_apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    folder = f"file://{tmp_path}/disk"
+    for step, name in enumerate(("x", "x.json"), 1):
+        with copies.mirrored(f"{folder}/{name}") as directory:
+            write(directory, step)
+    below = copies.copies_below(folder)
+    assert sorted(path.name for path in below.iterdir() if path.is_dir()) == ["x", "x.json"]
+    assert steps_in(copies.copy(f"{folder}/x")) == [1]
+    assert steps_in(copies.copy(f"{folder}/x.json")) == [2]
+
+
+def test_a_copy_whose_index_is_lost_is_brought_anew(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    url = f"file://{tmp_path}/disk/run"
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+    copied = copies.copy(url)
+    with copies.mirrored(url) as directory:
+        write(directory, 2)
+    address.index_of(copied).write_text("")
+    copies.copy(url)
+    assert (copied / "run.json").read_bytes() == (directory / "run.json").read_bytes()
+
+
+def test_a_spool_that_is_deleted_under_a_run_costs_nothing_that_was_delivered(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    url = f"file://{tmp_path}/disk/run"
+    bucket = Bucket(url, make=True)
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+        until(lambda: believed(bucket) and "run.json" in believed(bucket).files)
+        files = believed(bucket).files
+        shutil.rmtree(directory)
+    assert believed(bucket).files == files
+    assert steps_in(copies.copy(url)) == [1]
 
 
 def test_what_others_remove_from_the_store_is_delivered_again(store, url, tmp_path, monkeypatch):

@@ -249,6 +249,8 @@ def copy(url: str, checkpoints: bool = True) -> Path:
     directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with lock.locked(directory.parent, wait=60):
         bucket = Bucket(url)
+        if address.url_of_copy(directory) is None:  # nothing says of which state these files are
+            shutil.rmtree(directory, ignore_errors=True)
         before = None
         for _ in range(5):
             state = believed(bucket)
