@@ -1,6 +1,7 @@
 """Runs in object storage: the lease, the mirror, and what is brought back, against a server and its failures."""
 
 import contextlib
+import dataclasses
 import re
 import shutil
 from urllib.parse import quote
@@ -26,6 +27,8 @@ from tests.checkpoint.test_parts import written
 from tests.conftest import tfloop, until
 from tests.tasks import Weighted
 from tests.test_reliability import files_no_longer_than
+
+OBJECT = {"key": "data/x", "bytes": 1, "sha256": ""}
 
 
 def test_a_run_goes_on_on_another_machine(store, url, tmp_path, monkeypatch):
@@ -548,6 +551,35 @@ def test_a_run_that_cannot_be_read_hides_no_other_of_its_folder(tmp_path, monkey
     assert code == 0, err
     assert "good" in out
     assert f"warning: file://{tmp_path}/disk/damaged: {key} has changed" in err
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"owner": None}, {"ttl": "1"}, {"ttl": float("inf")}, {"files": []}, {"journal": 1}, {"files": {"x": None}},
+        {"journal": [{**OBJECT, "bytes": -1}]}, {"files": {"x": {**OBJECT, "key": 1}}}, {"files": {"a\0b": OBJECT}},
+        {"files": {"../x": OBJECT}}, {"files": {"x" * 256: OBJECT}}, {"files": {"x": OBJECT, "x/y": OBJECT}},
+        {"files": {"\ud800": OBJECT}}, {"files": {"lock": OBJECT}}, {"files": {"checkpoints/x/y": OBJECT}},
+    ],
+)  # fmt: skip
+def test_a_state_of_a_stranger_is_refused_by_itself(more, tmp_path, monkeypatch, command):
+    """Its hash is right, which anyone can compute."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    folder = f"file://{tmp_path}/disk"
+    for name in ("good", "strangers"):
+        with copies.mirrored(f"{folder}/{name}") as directory:
+            write(directory, 1)
+    bucket = Bucket(f"{folder}/strangers")
+    state = believed(bucket)
+    bucket.put(state.key, dataclasses.replace(state, **more).encoded())
+    code, out, err = command("runs", "--root", folder)
+    assert (code, "good" in out) == (0, True)
+    assert f"warning: {folder}/strangers: {state.key} " in err
+    with pytest.raises(DamagedError, match=state.key):
+        copies.copy(f"{folder}/strangers")
+    # It has left nothing behind that keeps the run from being read once it is right.
+    bucket.put(state.key, state.encoded())
+    assert steps_in(copies.copy(f"{folder}/strangers")) == [1]
 
 
 def test_runs_of_a_folder_and_their_removal(store, url):
