@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
@@ -218,7 +219,7 @@ def replacing(path: Path, durable: bool = False, aside: Path | None = None) -> I
     Yields:
         The file to write to. After an error, nothing of it is left.
     """
-    partial = aside or path.with_name(path.name + ".tmp")
+    partial = aside or _partial_name(path)
     partial.unlink(missing_ok=True)  # left over by a kill; a link is removed, not followed
     try:
         with naming(path), created(partial) as file:
@@ -233,6 +234,14 @@ def replacing(path: Path, durable: bool = False, aside: Path | None = None) -> I
         raise
     if durable:
         fsync_directory(path.parent)
+
+
+def _partial_name(path: Path) -> Path:
+    """The name under which a file is written first."""
+    name = f"{path.name}.tmp"
+    if len(os.fsencode(name)) > 255:  # the most that file systems take
+        name = f"{hashlib.sha256(os.fsencode(path.name)).hexdigest()}.tmp"
+    return path.with_name(name)
 
 
 def place(made: Path, path: Path) -> None:

@@ -265,6 +265,18 @@ def test_a_variable_of_texts_is_refused(quiet):
         fit(Texts(), callbacks=quiet())
 
 
+class Quantized(Texts):
+    def build_model(self):
+        module = super().build_model()
+        module.names = tf.Variable(tf.zeros([2], tf.qint8), trainable=False, name="steps")
+        return module
+
+
+def test_a_variable_that_no_checkpoint_can_restore_is_refused(quiet):
+    with pytest.raises(UsageError, match=r"the variable steps of the model has the dtype qint8, .*tf\.int8"):
+        fit(Quantized(), callbacks=quiet())
+
+
 class Body(tf.Module):
     def __init__(self, family, frozen):
         super().__init__()

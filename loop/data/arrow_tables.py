@@ -113,7 +113,7 @@ def _arrow_file_of(path: Path) -> Path:
     import pyarrow.parquet
 
     target = cached("parquet", path)
-    if not target.exists():
+    if not _is_whole(target):
         # Several workers may do this at once: each writes a file of its own, and the last one stays.
         try:
             with pyarrow.parquet.ParquetFile(path) as parquet:
@@ -121,6 +121,17 @@ def _arrow_file_of(path: Path) -> Path:
         except pyarrow.ArrowException as error:
             raise UsageError(f"IndexedData({str(path)!r}): it can't be read as a Parquet file ({error})") from None
     return target
+
+
+def _is_whole(arrow_file: Path) -> bool:
+    """Whether there is an Arrow file, and it isn't cut off."""
+    import pyarrow  # late, as above
+
+    try:
+        pyarrow.ipc.open_file(pyarrow.memory_map(str(arrow_file)))  # reads its end, which says where its parts are
+        return True
+    except (OSError, pyarrow.ArrowException):
+        return False
 
 
 def _write(parquet: pyarrow.parquet.ParquetFile, target: Path) -> None:
@@ -134,7 +145,9 @@ def _write(parquet: pyarrow.parquet.ParquetFile, target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         schema = _without_categories(parquet.schema_arrow)
-        with replacing(target, aside=hidden_name(target)) as file, pyarrow.ipc.new_file(file, schema) as writer:
+        # Durable: after a power failure, nothing would tell zeros from rows.
+        aside = hidden_name(target)
+        with replacing(target, durable=True, aside=aside) as file, pyarrow.ipc.new_file(file, schema) as writer:
             for batch in parquet.iter_batches():  # the file may be larger than memory
                 writer.write_table(pyarrow.Table.from_batches([batch]).cast(schema))
     except OSError as error:

@@ -179,20 +179,21 @@ def _files_of(pattern: str) -> list[Path]:
 
 def _offsets_of_all(paths: Sequence[Path]) -> list[np.ndarray]:
     """The offsets of the records in each file, in bytes: int64 [records] each. They are kept in files of a cache."""
+    # By the file in the cache: two threads must not write that of a file that is named twice.
     offsets: dict[Path, np.ndarray] = {}
     missing: dict[Path, Path] = {}
-    for path in paths:
-        cache = cached("records", path)
+    caches = [cached("records", path) for path in paths]
+    for path, cache in zip(paths, caches, strict=True):
         try:
-            offsets[path] = _mapped(cache)
+            offsets[cache] = _mapped(cache)
         except (OSError, ValueError, EOFError):  # not there, or damaged, as by a power failure
-            missing[path] = cache
+            missing[cache] = path
     if missing:
         found = thread_map(
-            _searched, missing, missing.values(), desc="finding records", unit="file", disable=None, tqdm_class=tqdm
+            _searched, missing.values(), missing, desc="finding records", unit="file", disable=None, tqdm_class=tqdm
         )
         offsets.update(zip(missing, found, strict=True))
-    return [offsets[path] for path in paths]
+    return [offsets[cache] for cache in caches]
 
 
 def _mapped(cache: Path) -> np.ndarray:
@@ -207,7 +208,8 @@ def _searched(path: Path, cache: Path) -> np.ndarray:
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         # Several workers may do this at once: each writes a file of its own, and the last one stays.
-        with replacing(cache, aside=hidden_name(cache)) as file:
+        # Durable: after a power failure, zeros in place of offsets would all be those of the first record.
+        with replacing(cache, durable=True, aside=hidden_name(cache)) as file:
             np.save(file, offsets)
     except OSError as error:  # a full disk, or a home directory that is read-only, as in containers
         warnings.warn(

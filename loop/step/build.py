@@ -40,7 +40,7 @@ from loop.step.example_trace import (
 )
 from loop.step.hints import hinted
 from loop.step.metric_sums import checked_metrics
-from loop.step.mistakes import ERRORS, check_no_texts, check_optimizer_is_given
+from loop.step.mistakes import ERRORS, check_dtypes, check_optimizer_is_given
 from loop.step.neighbors import warn_of_loss, warn_of_state
 from loop.step.optimizers import AssignedOptimizers, assign_optimizers, check_are_new, made_for
 from loop.step.penalties import Penalties, PenaltyTrial
@@ -156,7 +156,7 @@ def build(
             with put_back(_state(task, model, made, backend)):
                 minimized = tried_step(task, optimizer, model, trial, backend)
         _check_trainable(task, model)
-        check_no_texts(model)
+        check_dtypes(model)
         optimizers = assign_optimizers(task, model, optimizer)
         check_are_new(task, model, optimizers)
         with made_for(task, model, optimizers, backend):

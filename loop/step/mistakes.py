@@ -97,12 +97,17 @@ def check_optimizer_is_given(task: TrainTask, optimizer: object, model: object) 
         )
 
 
-def check_no_texts(model: Model) -> None:
-    """Refuses a variable of texts, which a checkpoint can't hold, and no worker can send to another one."""
+def check_dtypes(model: Model) -> None:
+    """Refuses variables whose values a checkpoint can't hold, and no worker can send to another one."""
     variables = all_variables(model)
     for name, variable in zip(variable_names(variables), as_tf(variables), strict=True):
         if variable.dtype == tf.string:
             raise UsageError(
                 f"the variable {name} of the model has the dtype string, and checkpoints hold numbers alone: keep "
                 "texts in a tf.constant, or in a lookup layer such as keras.layers.StringLookup"
+            )
+        if variable.dtype.is_quantized:  # NumPy has no such dtype: it would be restored as another one
+            raise UsageError(
+                f"the variable {name} of the model has the dtype {variable.dtype.name}, which checkpoints can't hold: "
+                "keep it as plain integers, such as tf.int8, and cast it where it is used"
             )

@@ -132,7 +132,7 @@ def test_no_interleaving_loses_a_confirmed_state(events, starts):
         elif event == "take" and (lease is None or lease.state is None):
             lease = leases[who] = lease or Lease(bucket, {"pid": who, "nonce": f"{who}-{value}"}, clock=clocks[who])
             if lease.try_take() is None:
-                assert lease.state.files.get("value", -1) == confirmed
+                assert _value(lease.state) == confirmed
         elif event in ("publish", "check", "late") and lease is not None and lease.state is not None:
             owner = max(position[0] for position in _positions(bucket)) == lease.counter
             value += 1
@@ -140,13 +140,17 @@ def test_no_interleaving_loses_a_confirmed_state(events, starts):
                 if event == "check":
                     lease.check()
                     continue
-                lease.publish({"value": value}, [])
+                lease.publish({"file": {"key": "data/file", "bytes": value, "sha256": ""}}, [])
                 assert owner
                 confirmed = value
             except LeaseLostError:
                 assert not owner
                 leases[who] = None
-            assert believed(bucket).files.get("value", -1) == confirmed
+            assert _value(believed(bucket)) == confirmed
+
+
+def _value(state):
+    return state.files["file"]["bytes"] if state.files else -1
 
 
 def _positions(bucket):

@@ -1,6 +1,7 @@
 """Runs in object storage: the lease, the mirror, and what is brought back, against a server and its failures."""
 
 import contextlib
+import dataclasses
 import re
 import shutil
 from urllib.parse import quote
@@ -26,6 +27,8 @@ from tests.checkpoint.test_parts import written
 from tests.conftest import tfloop, until
 from tests.tasks import Weighted
 from tests.test_reliability import files_no_longer_than
+
+OBJECT = {"key": "data/x", "bytes": 1, "sha256": ""}
 
 
 def test_a_run_goes_on_on_another_machine(store, url, tmp_path, monkeypatch):
@@ -394,6 +397,13 @@ def test_a_wrong_url_that_is_typed_has_its_fix(typed, command):
     assert "give a URL without user, query and fragment" in err
 
 
+@pytest.mark.parametrize("typed", ["s3://", "s3://bucket/../runs", "http://host/"])
+def test_a_wrong_folder_of_runs_is_named_as_it_was_typed(typed, command):
+    code, _, err = command("runs", "--root", typed)
+    assert code == 2
+    assert f" {typed}: give " in err
+
+
 def test_a_shared_disk_has_the_same_lease(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
     url = f"file://{tmp_path}/disk/run"
@@ -453,7 +463,7 @@ def test_who_only_looks_leaves_no_directory_at_a_url(tmp_path, command):
 def test_a_file_of_any_name_is_delivered(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
     url = f"file://{tmp_path}/disk/run"
-    names = ["tab\t.txt", "two\nlines", "bad\udcff", "x" * 245, "größe", "a#1", "a%20b"]
+    names = ["tab\t.txt", "two\nlines", "bad\udcff", "x" * 255, "größe", "a#1", "a%20b"]
     with copies.mirrored(url) as directory:
         write(directory, 1)
         for name in names:
@@ -461,6 +471,44 @@ def test_a_file_of_any_name_is_delivered(tmp_path, monkeypatch):
     assert is_tidy(url)
     copied = copies.copy(url)
     assert [(copied / name).read_text(errors="surrogateescape") for name in names] == names
+
+
+def test_copies_of_runs_with_like_names_are_apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    folder = f"file://{tmp_path}/disk"
+    for step, name in enumerate(("x", "x.json"), 1):
+        with copies.mirrored(f"{folder}/{name}") as directory:
+            write(directory, step)
+    below = copies.copies_below(folder)
+    assert sorted(path.name for path in below.iterdir() if path.is_dir()) == ["x", "x.json"]
+    assert steps_in(copies.copy(f"{folder}/x")) == [1]
+    assert steps_in(copies.copy(f"{folder}/x.json")) == [2]
+
+
+def test_a_copy_whose_index_is_lost_is_brought_anew(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    url = f"file://{tmp_path}/disk/run"
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+    copied = copies.copy(url)
+    with copies.mirrored(url) as directory:
+        write(directory, 2)
+    address.index_of(copied).write_text("")
+    copies.copy(url)
+    assert (copied / "run.json").read_bytes() == (directory / "run.json").read_bytes()
+
+
+def test_a_spool_that_is_deleted_under_a_run_costs_nothing_that_was_delivered(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    url = f"file://{tmp_path}/disk/run"
+    bucket = Bucket(url, make=True)
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+        until(lambda: believed(bucket) and "run.json" in believed(bucket).files)
+        files = believed(bucket).files
+        shutil.rmtree(directory)
+    assert believed(bucket).files == files
+    assert steps_in(copies.copy(url)) == [1]
 
 
 def test_what_others_remove_from_the_store_is_delivered_again(store, url, tmp_path, monkeypatch):
@@ -503,6 +551,35 @@ def test_a_run_that_cannot_be_read_hides_no_other_of_its_folder(tmp_path, monkey
     assert code == 0, err
     assert "good" in out
     assert f"warning: file://{tmp_path}/disk/damaged: {key} has changed" in err
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"owner": None}, {"ttl": "1"}, {"ttl": float("inf")}, {"files": []}, {"journal": 1}, {"files": {"x": None}},
+        {"journal": [{**OBJECT, "bytes": -1}]}, {"files": {"x": {**OBJECT, "key": 1}}}, {"files": {"a\0b": OBJECT}},
+        {"files": {"../x": OBJECT}}, {"files": {"x" * 256: OBJECT}}, {"files": {"x": OBJECT, "x/y": OBJECT}},
+        {"files": {"\ud800": OBJECT}}, {"files": {"lock": OBJECT}}, {"files": {"checkpoints/x/y": OBJECT}},
+    ],
+)  # fmt: skip
+def test_a_state_of_a_stranger_is_refused_by_itself(more, tmp_path, monkeypatch, command):
+    """Its hash is right, which anyone can compute."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    folder = f"file://{tmp_path}/disk"
+    for name in ("good", "strangers"):
+        with copies.mirrored(f"{folder}/{name}") as directory:
+            write(directory, 1)
+    bucket = Bucket(f"{folder}/strangers")
+    state = believed(bucket)
+    bucket.put(state.key, dataclasses.replace(state, **more).encoded())
+    code, out, err = command("runs", "--root", folder)
+    assert (code, "good" in out) == (0, True)
+    assert f"warning: {folder}/strangers: {state.key} " in err
+    with pytest.raises(DamagedError, match=state.key):
+        copies.copy(f"{folder}/strangers")
+    # It has left nothing behind that keeps the run from being read once it is right.
+    bucket.put(state.key, state.encoded())
+    assert steps_in(copies.copy(f"{folder}/strangers")) == [1]
 
 
 def test_runs_of_a_folder_and_their_removal(store, url):

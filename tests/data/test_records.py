@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import datasets
 import grain
 import numpy as np
@@ -97,6 +99,29 @@ def test_a_damaged_cache_is_made_anew(damaged, tmp_path, cache):
         file.write_bytes(damaged)  # as after a power failure
     assert [*loop.records(pattern)] == expected
     assert all(file.stat().st_size > 100 for file in (cache / "records").iterdir())
+
+
+@pytest.mark.parametrize("kept", [0, 300])
+def test_a_parquet_file_in_the_cache_that_is_cut_off_is_made_anew(kept, tmp_path, cache):
+    path = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"label": LABELS}), path)
+    loop.IndexedData(path)
+    [file] = (cache / "parquet").iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:kept])
+    loop.IndexedData(path)
+    assert file.read_bytes() == whole
+
+
+def test_the_cache_is_durable(tmp_path, cache, monkeypatch):
+    """Else a power failure leaves zeros there, and offsets that are 0 are those of the first record."""
+    synced = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    loop.records(_write(tmp_path))
+    pyarrow.parquet.write_table(pyarrow.table({"label": LABELS}), tmp_path / "data.parquet")
+    loop.IndexedData(tmp_path / "data.parquet")
+    for folder in ("records", "parquet"):
+        assert any(path.startswith(f"{cache / folder}/") for path in synced)
 
 
 def test_records_need_no_cache_and_a_parquet_file_says_that_it_does(tmp_path, cache):

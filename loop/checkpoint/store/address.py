@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from callbacks.files import expanded, launch_path, read_json
 from callbacks.run_record.redaction import mask
@@ -56,8 +56,12 @@ def url_named(run_dir: str | Path | None) -> str | None:
     return read_url(str(run_dir)) if is_url(run_dir) else url_of(launch_path(run_dir))
 
 
-def read_url(text: str) -> str:
+def read_url(text: str, is_folder: bool = False) -> str:
     """A URL without slashes at its end, checked; always in the same spelling.
+
+    Args:
+        text: what was typed.
+        is_folder: whether it is a folder of runs, which may be a whole bucket.
 
     Raises:
         UsageError: it is no URL of a store, has no bucket or path, or secrets stand in it.
@@ -77,14 +81,20 @@ def read_url(text: str) -> str:
         )
     # One spelling for one run: its directory here is a hash of it.
     path = re.sub(r"/+", "/", unquote(parts.path)).strip("/")
+    _check_path(parts, path, shown, is_folder)
+    return f"{parts.scheme}://{parts.netloc}/{quoted(path)}".removesuffix("/")
+
+
+def _check_path(parts: SplitResult, path: str, shown: str, is_folder: bool) -> None:
+    """Refuses a path that can't be that of a run, or of a folder of runs."""
     names = path.split("/") if path else []
     if {".", ".."} & set(names):  # they would lead out of what the rest names
         raise UsageError(f"{shown}: give a URL without . and .. in its path")
-    if bool(parts.netloc) == (parts.scheme == "file") or len(names) < _LEAST.get(parts.scheme, 1):
+    least = _LEAST.get(parts.scheme, 1) - is_folder
+    if bool(parts.netloc) == (parts.scheme == "file") or len(names) < least:
         raise UsageError(f"{shown}: give {_FORMS.get(parts.scheme, f'{parts.scheme}://bucket/path of its own')}")
-    if names[-1] in _TAKEN:
+    if not is_folder and names[-1] in _TAKEN:
         raise UsageError(f"{shown}: give a run another name than {' and '.join(_TAKEN)}, which files beside it have")
-    return f"{parts.scheme}://{parts.netloc}/{quoted(path)}"
 
 
 def quoted(path: str) -> str:
@@ -134,7 +144,8 @@ def is_delivered(directory: Path) -> bool:
 
 def index_of(directory: Path) -> Path:
     """The file that says of which run in a store a directory is a copy, and what the store has of it."""
-    return directory.with_name(f"{directory.name}.json")
+    # A hash, for copies of other runs lie beside it: one may be called like this one, with an ending.
+    return directory.with_name(f".{hashlib.sha256(os.fsencode(directory.name)).hexdigest()}.json")
 
 
 def checkpoints_of_copy(directory: Path) -> dict[str, int] | None:

@@ -10,7 +10,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from callbacks.files import fsync_directory, read_json, replacing, write_json
 from callbacks.run_record.journal import NAME as JOURNAL
@@ -180,7 +180,6 @@ def bring(bucket: Bucket, state: State, directory: Path, meanwhile: Callable[[],
     """
     by_checkpoint: dict[str, JsonObject] = {}
     for name, about in state.files.items():
-        _check_name(bucket, name)
         parts = name.split("/")
         if parts[0] == "checkpoints" and len(parts) == 3:
             by_checkpoint.setdefault(parts[1], {})[parts[2]] = about
@@ -227,13 +226,6 @@ def _bring_journal(bucket: Bucket, state: State, directory: Path, meanwhile: Cal
     fsync_directory(directory)
 
 
-def _check_name(bucket: Bucket, name: str) -> None:
-    """Refuses a name that leads out of the run directory."""
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or {"..", "."} & set(parts) or parts[0] == lock.NAME:
-        raise StoreError(f"{bucket.url}: {name!r:.99} is no name of a file of a run")
-
-
 def copy(url: str, checkpoints: bool = True) -> Path:
     """A copy of a run for reading, as the store has it now.
 
@@ -249,6 +241,8 @@ def copy(url: str, checkpoints: bool = True) -> Path:
     directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with lock.locked(directory.parent, wait=60):
         bucket = Bucket(url)
+        if address.url_of_copy(directory) is None:  # nothing says of which state these files are
+            shutil.rmtree(directory, ignore_errors=True)
         before = None
         for _ in range(5):
             state = believed(bucket)
@@ -298,7 +292,6 @@ def _refresh(bucket: Bucket, state: State, directory: Path, checkpoints: bool) -
             if (directory / name).exists():  # else an interrupted call has not brought it
                 files[name] = had[name]
             continue
-        _check_name(bucket, name)
         parts = name.split("/")
         if parts[0] == "checkpoints" and len(parts) == 3:  # as a whole
             shutil.rmtree(directory / "checkpoints" / parts[1], ignore_errors=True)

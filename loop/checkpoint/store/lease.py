@@ -19,11 +19,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
+import os
 import re
 import time
 from collections.abc import Callable
+from pathlib import PurePosixPath
 
+from callbacks.run_record.journal import NAME as JOURNAL
 from callbacks.types import JsonObject
+from loop.checkpoint import lock
 from loop.checkpoint.store.bucket import Bucket, DamagedError, MissingError, StoreError
 from loop.errors import TrainingError, UsageError
 
@@ -31,6 +36,7 @@ TTL = 30.0
 """Seconds without a new state after which another process may take the lease."""
 _FOLDER = "state"
 _KEY = re.compile(r"state/(\d{8})/(\d{8})\.json")
+_OF_CHECKPOINT = re.compile(r"checkpoints/step-[0-9]{8,18}/[^/]+")
 
 Position = tuple[int, int]
 """The counter of a lease, and the number of a state of it."""
@@ -92,7 +98,7 @@ def read(bucket: Bucket, position: Position) -> State:
 
     Raises:
         MissingError: it isn't there any more.
-        DamagedError: it isn't what was written.
+        DamagedError: it isn't what was written, or what no run writes.
     """
     key = State(position, {}).key
     for _ in range(3):  # the answer may have been cut
@@ -100,10 +106,42 @@ def read(bucket: Bucket, position: Position) -> State:
             body = json.loads(bucket.get(key))
             digest = body.pop("sha256")
             if digest == _digest(body) and tuple(body["position"]) == position:
+                _check(bucket, key, body)
                 return State(**{**body, "position": position})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             pass
     raise DamagedError(f"{bucket.url}: {key} has changed since it was written")
+
+
+def _check(bucket: Bucket, key: str, body: JsonObject) -> None:
+    """Refuses what no run writes: anyone can compute the right hash.
+
+    Raises:
+        DamagedError: what is wrong.
+        Exception: of any type; a part is missing, or is of another type.
+    """
+    problem = ""
+    if not isinstance(body["owner"], dict) or not 0 <= body["ttl"] < math.inf:
+        problem = "its owner is none"
+    for about in [*body["files"].values(), *body["journal"]]:
+        if type(about["bytes"]) is not int or about["bytes"] < 0 or not isinstance(about["key"] + about["sha256"], str):
+            problem = f"{about!r:.60} is no object"
+    for name in body["files"]:
+        if not _is_of_run(name) or not body["files"].keys().isdisjoint(map(str, PurePosixPath(name).parents)):
+            problem = f"{name!r:.60} is no name of a file of it"
+    if problem:
+        raise DamagedError(f"{bucket.url}: {key} is none of a run ({problem}): remove that run from the store")
+
+
+def _is_of_run(name: str) -> bool:
+    """Whether a file of a run may have this name; it must not lead out of the run directory."""
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or "\0" in name or {"..", "."} & set(parts):
+        return False
+    if parts[0] == "checkpoints" and _OF_CHECKPOINT.fullmatch(name) is None:
+        return False
+    longest = max(map(len, map(os.fsencode, parts)))  # in bytes; no file system takes more than 255
+    return longest <= 255 and parts[0] not in (lock.NAME, JOURNAL)
 
 
 def believed(bucket: Bucket) -> State | None:

@@ -134,9 +134,7 @@ def root(text: str | Path) -> Path:
         return Path(text)
     from loop.checkpoint.store import copies
 
-    # Checked as the URL of a run in the folder: the folder itself may be a whole bucket, which has no path.
-    folder = address.read_url(f"{str(text).rstrip('/')}/x").removesuffix("/x")
-    return copies.copies_below(folder)
+    return copies.copies_below(address.read_url(str(text), is_folder=True))
 
 
 def named(text: str) -> Path:
