@@ -119,7 +119,10 @@ def _made_by_command(text: str) -> callbacks.Callback:
             "MODULE:CLASS, or Class(argument=value)"
         )
     make: Callable[..., callbacks.Callback] = kind
-    return make(argument) if has_argument else make()
+    try:
+        return make(argument) if has_argument else make()
+    except (TypeError, ValueError) as error:  # typed by a user, after all
+        raise UsageError(f"--callback {text}: {error}") from None
 
 
 def _made(text: str) -> callbacks.Callback:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
+import traceback
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ from callbacks import (
     Schedule,
     complete,
 )
+from callbacks.files import ROOT
 from callbacks.nearest import nearest
 from callbacks.run_record.redaction import tell
 from loop.data import Data
@@ -33,6 +37,8 @@ from loop.task import TrainTask
 
 _CHANGEABLE = ("eval_end", "epoch_end")
 """The events whose metrics a hook may change, for those that are called after it."""
+_REFUSING = ("setup", "data", "fit_start", "phase_start")
+"""The events in which tfloop's own callbacks refuse settings that contradict theirs."""
 
 
 def callbacks_of(task: TrainTask, given: Iterable[Callback] | None, options: Options) -> list[Callback]:
@@ -219,9 +225,23 @@ class Bus:
         run = self._run
         kind = type(callback).__name__
         phase = run.watchdog.phase(f"callback on_{event} of {kind}")
-        with run.defer_errors(), phase, run.stopwatch.at("callbacks", kind):
+        refused = _refusals() if event in _REFUSING else contextlib.nullcontext()
+        with run.defer_errors(), refused, phase, run.stopwatch.at("callbacks", kind):
             fault_injection.reached(f"callback-{event}", run.backend.rank, run.progress.step)
             return getattr(callback, f"on_{event}")(run, *args)
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises a `UsageError` for what tfloop's own callbacks refuse: they import nothing of `loop`."""
+    try:
+        yield
+    except ValueError as error:
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        # Any other one, of user code or a library, is a failure: its type and place are told.
+        if not raised_in.is_relative_to(ROOT / "callbacks"):
+            raise
+        raise UsageError(str(error)) from error
 
 
 def _as_numbers(hook: str, metrics: dict[str, float]) -> None:
