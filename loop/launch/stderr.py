@@ -19,10 +19,11 @@ CHATTER = (
     r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWE] |WARNING:tensorflow:\d+ out of the last "
     r"|\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [IWE] \d+ \d+\] "
     r"|Additional GRPC error information from remote target |:UNKNOWN:Error received from peer "
+    r"|This could happen if the remote target has been disconnected from the client"
 )
 """Lines that TensorFlow and Ray print to stderr while they start, at any log level, and that help no user.
 
-The last two are the rest of an error about a peer that is gone.
+The last three are the rest of an error about a peer that is gone.
 """
 
 _ALLOCATIONS = 500_000  # after which the garbage collector looks at what is new, while modules are loaded

@@ -15,6 +15,7 @@ import numpy as np
 
 from callbacks import (
     EVENTS,
+    STANDARD,
     Callback,
     Checkpoint,
     EvaluateBeside,
@@ -23,6 +24,8 @@ from callbacks import (
     Profiler,
     Progress,
     Schedule,
+    StandardSet,
+    TrainerStatus,
     complete,
 )
 from callbacks.files import ROOT
@@ -46,6 +49,7 @@ def callbacks_of(task: TrainTask, given: Iterable[Callback] | None, options: Opt
     own = task.build_callbacks()
     _check_list([] if given is None else given, "callbacks is an object")
     _check_list(own, "build_callbacks() returned an object")
+    given = _check_unpacked(given)
     callbacks = complete(given, own)
     if options["profile"]:
         callbacks.append(Profiler(*map(int, options["profile"].split(":"))))
@@ -69,6 +73,27 @@ def callbacks_of(task: TrainTask, given: Iterable[Callback] | None, options: Opt
 def _check_list(callbacks: object, what: str) -> None:
     if not isinstance(callbacks, Iterable):
         raise UsageError(f"{what} of type {type(callbacks).__name__}: give a list of Callback objects")
+
+
+def _check_unpacked(given: Iterable[Callback] | None) -> Iterable[Callback] | None:
+    """Refuses most of the standard set in a plain list, to which the set is added: what was dropped would come back.
+
+    Returns the callbacks, as a list if they came as such.
+    """
+    if given is None or isinstance(given, StandardSet):
+        return given
+    given = list(given)
+    dropped = []
+    for kind in STANDARD:
+        # Only a TrainJob of Kubeflow Trainer has a `TrainerStatus`.
+        if kind is not TrainerStatus and not any(isinstance(callback, kind) for callback in given):
+            dropped.append(kind.__name__)
+    if 0 < len(dropped) < len(STANDARD) / 2:
+        raise UsageError(
+            f"callbacks is a list of the standard set without {', '.join(dropped)}, and a list is added to the "
+            "standard set: write callbacks.standard(...) + [Mine()], or callbacks.StandardSet([...])"
+        )
+    return given
 
 
 class Bus:
