@@ -163,7 +163,8 @@ def reporting() -> Iterator[Reporter]:
         # Last: the launcher sends SIGUSR1 only once this file exists.
         (Path(job) / f"rank-{worker_name()}.pid").write_text(str(os.getpid()))
     try:
-        with no_exit():
+        # A worker whose launcher was killed still reports into the directory.
+        with no_exit(), contextlib.nullcontext() if job is None else signals.in_use(job):
             yield report
     except BaseException as error:
         translated = as_peer_error(error)
