@@ -95,7 +95,7 @@ def main() -> None:
         # Training, and the workers of a job, have handlers of their own.
         own = JOB in os.environ or sys.argv[1:2] == ["train"]
         with contextlib.nullcontext() if own else signals.interrupting(), no_exit():
-            code = typer.main.get_command(app).main(standalone_mode=False) or 0
+            code = typer.main.get_command(app).main(prog_name="tfloop", standalone_mode=False) or 0
     except KeyboardInterrupt as error:
         # By the shell's convention: 128 and the signal, which `signals.interrupting` has put into the error.
         code = 128 + (error.args[0] if error.args else signal.SIGINT)

@@ -171,6 +171,7 @@ BEFORE_TENSORFLOW = [
     (["train", "digits", "--track", "of"], "--track of: give a URI such as .*, or off"),
     (["train", "digits", "--track", "htp://user:secret@h"], r"--track htp://\*\*\*@h: give a URI"),
     (["train", "digits", "--track-wait", "nan"], "--track-wait nan: give seconds, from 0"),
+    (["train", "digits", "--track", "off", "--track-wait", "-1"], "--track-wait -1.0: give seconds, from 0"),
     (["train", "digits", "--register", "a/b"], "--register a/b: give a name without /"),
     (["train", "digits", "--resume", "nowhere"], "--resume nowhere: no checkpoint there"),
     (["train", "digits", "--run-dir", ""], "--run-dir: the value is empty"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from loop.backends import devices as devices_
 from loop.backends.base import Backend
 from loop.errors import UsageError
-from loop.launch import plugins
+from loop.launch import backend_choice, plugins
 from loop.launch.environment import WORKER, forget_inherited_job, job_rank, own_job
 from loop.launch.worker import mark_state
 from loop.monitor import fault_injection
@@ -77,13 +77,15 @@ def create(
             "nccl", "hierarchical" or "one-device".
 
     Raises:
-        UsageError: there is no such backend, no such device, or the backend can't communicate in that way.
+        UsageError: there is no such backend, no such device, no `TF_CONFIG` for a backend that needs it, or the backend
+            can't communicate in that way.
     """
     # A script has no other beginning than this: it is a worker here, or one that a worker has started.
     forget_inherited_job()
     own_job()
     # Checks first: they need no other worker.
     check_communication(name, communication)
+    backend_choice.check_place(name, os.environ)
     devices_.own_several(name, devices_per_replica)
     devices_.check_several()
     fault_injection.reached("start", job_rank())

@@ -45,13 +45,12 @@ def tracker(
         for option, value in typed.items():
             if value:
                 raise UsageError(f"--track off with {option}: leave one of them out")
-        return None
     for text in tags:
         if not re.fullmatch(r"[^=]+=.*", text, re.DOTALL):
             raise UsageError(f"--tag {text}: give KEY=VALUE")
     try:
-        return MLflowTracker(
-            track,
+        made = MLflowTracker(
+            None if track == "off" else track,
             wait=60.0 if wait is None else wait,
             tags=dict(text.split("=", 1) for text in tags),
             log_model=log_model,
@@ -62,6 +61,7 @@ def tracker(
         what, fix = str(error).removeprefix("MLflowTracker(").split("): ", 1)
         names = {"uri": f"track {redact(track)}", "register": f"register {register}", "wait": f"track-wait {wait}"}
         raise UsageError(f"--{names[what.partition('=')[0]]}: {fix}" + ", or off" * what.startswith("uri")) from None
+    return None if track == "off" else made
 
 
 def seen(track: str | None, run_dir: str | None) -> str:

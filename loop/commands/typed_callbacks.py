@@ -116,10 +116,13 @@ def _made_by_command(text: str) -> callbacks.Callback:
     if not isinstance(kind, type) or not issubclass(kind, callbacks.Callback):
         raise UsageError(
             f"--callback {text}: {name} is no callback: the form with @ is for commands that start a training; type "
-            "MODULE:CLASS, or Class(argument=value)"
+            "a name, as TensorBoard, or Class(argument=value)"
         )
     make: Callable[..., callbacks.Callback] = kind
-    return make(argument) if has_argument else make()
+    try:
+        return make(argument) if has_argument else make()
+    except (TypeError, ValueError) as error:  # typed by a user, after all
+        raise UsageError(f"--callback {text}: {error}") from None
 
 
 def _made(text: str) -> callbacks.Callback:

@@ -40,15 +40,25 @@ def choose_backend(
     _refuse_unusable(backend, workers, environment)
     # Read for every backend, so that a TF_CONFIG that contradicts it is refused.
     serves = "TF_CONFIG" in environment and has_servers(backend, environment["TF_CONFIG"])
-    if backend in ("multiworker", "parameter_server") and "TF_CONFIG" not in environment and workers is None:
-        raise UsageError(
-            f"backend={backend!r} without TF_CONFIG: start them with `tfloop train ... --workers N`, or set TF_CONFIG "
-            "in each of them"
-        )
+    if workers is None:
+        check_place(backend, environment)
     if backend != "auto":
         return backend, "asked for"
     # An outside launcher has decided already; only without one does this machine decide.
     return _of_launcher(environment, workers, serves) or _of_machine(workers)
+
+
+def check_place(backend: str, environment: Mapping[str, str]) -> None:
+    """Refuses a backend whose workers find each other by `TF_CONFIG` in a process without that variable.
+
+    Raises:
+        UsageError: it is such a backend.
+    """
+    if backend in ("multiworker", "parameter_server") and "TF_CONFIG" not in environment:
+        raise UsageError(
+            f"backend={backend!r} without TF_CONFIG: start them with `tfloop train ... --workers N`, or set TF_CONFIG "
+            "in each of them"
+        )
 
 
 def _refuse_unusable(backend: str, workers: int | None, environment: Mapping[str, str]) -> None:

@@ -163,13 +163,16 @@ class ElasticJob(Job):
         how = exit_text(code)
         if self.stops:
             self._note_unsaved(worker, code, how)
-        if self._over_by < _GOES_ON or self.stops:
+        if self._over_by < _GOES_ON:
+            return
+        # Also after a signal: the others may still connect to it, and couldn't save.
+        if worker.place == self._plan.generation:
+            self._plan.note_break()
+        if self.stops:
             return
         if worker.host is not None and worker.host.lost:
             how = f"host {worker.host.name} is gone: {worker.host.lost}"
         self._print(f"{worker} is gone: {how}")
-        if worker.place == self._plan.generation:
-            self._plan.note_break()
         if worker.place >= 0:
             self._plan.note_event("worker_gone", worker, how=how)
         self._workers.pause()
@@ -208,7 +211,8 @@ class ElasticJob(Job):
 
         # Members come first, so that a newcomer never takes the place of a worker that trains.
         chosen = (members + self._ready(members))[: self._workers.wanted]
-        if members and chosen == members and is_intact:
+        # After a signal, they save and end: another size would only keep them from it.
+        if members and is_intact and (self.stops or chosen == members):
             self._short_since = time.monotonic()
         else:
             self._form_or_end(chosen, members)

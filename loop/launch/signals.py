@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -23,6 +25,9 @@ STOPPED = "stopped before training began; start again to go on"
 """The message for a stop by a signal before there was anything to save."""
 STOPPING = "interrupted: the run saves and ends; a second Ctrl-C (or signal) ends it at once, without saving"
 """The message that is printed at once when a signal stops a run."""
+_IN_USE = ".tfloop"
+"""The end of the names of directories that the processes which use them hold a lock on."""
+_START = 3600.0  # seconds after which a directory without a lock is no new one
 _SAME = 0.3  # seconds within which a signal that comes twice counts once: `timeout` sends it to a process and its group
 _directories: set[str] = set()  # those of `temporary_directory` that exist
 _groups: set[int] = set()  # the process groups of `ended_with_us`, by their leaders
@@ -147,14 +152,47 @@ def die(number: int) -> None:
 
 @contextlib.contextmanager
 def temporary_directory(prefix: str) -> Iterator[str]:
-    """Within it, a new directory exists. It is removed at the end, also by `leave`."""
-    directory = tempfile.mkdtemp(prefix=prefix)
+    """Within it, a new directory exists. It is removed at the end, also by `leave`.
+
+    One that a killed process has left is removed by a later call.
+    """
+    _remove_abandoned(Path(tempfile.gettempdir()))
+    directory = tempfile.mkdtemp(prefix=prefix, suffix=_IN_USE)
     _directories.add(directory)
     try:
-        yield directory
+        with in_use(directory):
+            yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
         _directories.discard(directory)
+
+
+@contextlib.contextmanager
+def in_use(directory: str) -> Iterator[None]:
+    """Within it, no other process takes this directory of `temporary_directory` for an abandoned one."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: nothing is removed there
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Removes this user's directories whose processes were killed: nobody holds the kernel's lock on them."""
+    for path in folder.glob(f"tfloop-*{_IN_USE}"):
+        # One that can't be opened is a link, of another user, or just being removed.
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+            try:
+                status = os.fstat(descriptor)
+                # Workers of a launcher that was killed take the lock only after their start, which takes a while.
+                if status.st_uid == os.geteuid() and time.time() - status.st_mtime > _START:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -12,14 +12,19 @@ import tempfile
 from collections.abc import Iterator
 
 from callbacks.run_record.redaction import tell
-from loop.launch.environment import JOB, job_rank
+from loop.launch.environment import JOB, job_rank, job_size
 
 CHATTER = (
     r"[IWE]\d{4} \d\d:|[IWE]0000 00:00:|WARNING: All log messages before absl|To enable the following instructions"
     r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWE] |WARNING:tensorflow:\d+ out of the last "
     r"|\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [IWE] \d+ \d+\] "
+    r"|Additional GRPC error information from remote target |:UNKNOWN:Error received from peer "
+    r"|This could happen if the remote target has been disconnected from the client"
 )
-"""Lines that TensorFlow and Ray print to stderr while they start, at any log level, and that help no user."""
+"""Lines that TensorFlow and Ray print to stderr while they start, at any log level, and that help no user.
+
+The last three are the rest of an error about a peer that is gone.
+"""
 
 _ALLOCATIONS = 500_000  # after which the garbage collector looks at what is new, while modules are loaded
 
@@ -49,7 +54,8 @@ def quiet_start(says: bool = True) -> Iterator[None]:
     global _descriptor, _frozen
     if says and "tensorflow" not in sys.modules and JOB not in os.environ and job_rank() == 0:
         tell("loading TensorFlow ...")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    # In a job, TensorFlow's errors are raw lines of gRPC about a peer that is gone, and tfloop's own error says that.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if (job_size() or 1) == 1 else "3")
     sys.stderr.flush()
     with tempfile.TemporaryFile() as collected:
         _descriptor = os.dup(2)

@@ -25,6 +25,10 @@ from loop.launch.environment import JOB, LAUNCHER, job_size, not_started, own_jo
 _PEER_LOSS = ("UnavailableError", "AbortedError", "HorovodInternalError")
 ORPHAN_GRACE = 600.0
 """Seconds that a worker has to save and end when its launcher is gone."""
+has_unsaved = threading.Event()
+"""Set once steps of this worker may be in its memory alone, between two attempts of an elastic job."""
+stop_deferred = threading.Event()
+"""Set by a signal that has come then: the next attempt saves and ends."""
 
 
 Result = dict[str, Any] | None
@@ -95,11 +99,15 @@ def mark_state(state: str, text: str = "") -> None:
 def before_training() -> Iterator[None]:
     """Within it, the signals of `signals.stops` end this process at once, and SIGUSR1 is ignored: nothing can be saved.
 
+    Between two attempts of an elastic job, the signals are left to the next attempt; see `has_unsaved`.
     A function that is called within it may set other handlers for a while, as `fit` does.
     """
     ending = threading.Lock()
 
     def end() -> None:
+        if has_unsaved.is_set():
+            stop_deferred.set()
+            return
         if not ending.acquire(blocking=False):  # the other thread of the two already ends this process
             return
         # In a job, the launcher prints it, once for all workers. Writing to a full pipe would block.
@@ -155,7 +163,8 @@ def reporting() -> Iterator[Reporter]:
         # Last: the launcher sends SIGUSR1 only once this file exists.
         (Path(job) / f"rank-{worker_name()}.pid").write_text(str(os.getpid()))
     try:
-        with no_exit():
+        # A worker whose launcher was killed still reports into the directory.
+        with no_exit(), contextlib.nullcontext() if job is None else signals.in_use(job):
             yield report
     except BaseException as error:
         translated = as_peer_error(error)

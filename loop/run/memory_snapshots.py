@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from callbacks.run_record.journal import jsonable
 from loop.checkpoint.kept import Kept
 from loop.checkpoint.writer import arrays
+from loop.launch.worker import has_unsaved
 from loop.run import state
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class MemorySnapshots:
             tensors, rest = state.snapshot(run, state.gathered(run, keep=True))
             rest |= {"history": jsonable(run.history), "workers": parts.workers}
             member.kept = Kept(run.directory, tensors | parts.streams, rest)
+            has_unsaved.set()
 
             now = time.monotonic()
             size = sum(array.nbytes for array in arrays(tensors).values())

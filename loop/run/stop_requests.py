@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from callbacks import notebook
 from loop.launch import signals
 from loop.launch.environment import LAUNCHER
-from loop.launch.worker import mark_state
+from loop.launch.worker import mark_state, stop_deferred
 
 if TYPE_CHECKING:
     from loop.run.run import Run
@@ -79,6 +79,7 @@ class StopRequests:
             signal.SIGUSR1: save,
         }
         with signals.handled(handlers), signals.watched(announce):
+            self.signalled = self.signalled or stop_deferred.is_set()
             # Last, because it says that a signal has the run save from now on.
             mark_state("trains", str(run.directory))
             yield

@@ -23,6 +23,12 @@ def test_unknown_backend_is_refused():
         backends.create("nccl")
 
 
+@pytest.mark.parametrize("name", ["multiworker", "parameter_server"])
+def test_workers_without_a_place_are_refused(name):
+    with pytest.raises(UsageError, match=f"backend='{name}' without TF_CONFIG"):
+        backends.create(name)
+
+
 def test_one_fused_collective_a_step():
     """The graph of a two-replica step adds up one flat tensor, not one for each variable."""
     backend = backends.create("mirrored", 2)

@@ -549,6 +549,12 @@ def test_what_would_go_wrong_without_a_word_is_refused(given, message):
         fit(Plain(), callbacks=callbacks.standard(checkpoint=None, mlflow=None, progress=None) + given())
 
 
+def test_a_set_that_was_made_a_list_is_refused(quiet):
+    """What it goes without would come back."""
+    with pytest.raises(UsageError, match="a list of the standard set without MLflowTracker, Progress, and a list is"):
+        fit(Plain(), callbacks=[*quiet(), Callback()])
+
+
 def test_an_empty_reason_stops_and_saves(quiet):
     class Ends(Callback):
         every = 1

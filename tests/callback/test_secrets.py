@@ -206,7 +206,7 @@ def test_no_file_of_a_run_tells_a_secret_and_it_goes_on_with_another(quiet, tmp_
         raise KeyError(f"no answer from {task.url} to {task.db_password}, {task}")
 
     task = Connected()
-    given = [*quiet(), LambdaCallback(epoch_end=fail)]
+    given = quiet() + [LambdaCallback(epoch_end=fail)]
     with pytest.raises(KeyError, match="tr0ub4dor"):  # Python code sees the value
         fit(task, callbacks=given, run_dir=tmp_path / "run", epochs=1)
     other = Connected(db_password="c0rrecthorse", hf_token="hf_other_other_other")

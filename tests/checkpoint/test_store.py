@@ -246,7 +246,7 @@ def test_a_state_directory_behind_a_link_is_the_same_one(store, url, quiet, tmp_
             assert run.directory in mirror._active  # else the run would not hear that its lease is lost
             store.down = True
 
-    run_dir = fit(Weighted(), epochs=1, callbacks=[*quiet(), Down()], run_dir=url).run_dir
+    run_dir = fit(Weighted(), epochs=1, callbacks=quiet() + [Down()], run_dir=url).run_dir
     assert address.url_named(run_dir) == url
     assert not address.is_delivered(run_dir)
     store.down = False

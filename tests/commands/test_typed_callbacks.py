@@ -19,6 +19,7 @@ from loop.errors import UsageError
         ("os.system('id')", "it is no callback"),
         ("@os:system=id", "os:system is no callback: the form with @ is for commands"),
         ("@nothing.here:Class", "@nothing.here:Class: nothing.here:Class is no callback"),
+        ("@callbacks.attached:Attached=text", "Attached=text: Expecting value"),
         ("EarlyStopping(__import__('os').system('id'))", "is no literal"),
         ("EarlyStopping(**{})", "** can't be typed"),
         ("EarlyStopping('loss', patience=-1)", "EarlyStopping(patience=-1)"),

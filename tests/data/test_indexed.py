@@ -491,7 +491,7 @@ def test_an_error_without_a_text_is_named_by_its_type(quiet, tmp_path):
         _trained(quiet, data, run_dir=tmp_path / "run")
     stops = callbacks.LambdaCallback(steps_end=lambda run, metrics: read(0), every=1)
     with pytest.raises(OutOfMemoryError, match=r"with a batch of 16: MemoryError. Whatever the batch is"):
-        _trained(quiet, loop.IndexedData((INPUTS, LABELS)), callbacks=[*quiet(), stops], run_dir=tmp_path / "run")
+        _trained(quiet, loop.IndexedData((INPUTS, LABELS)), callbacks=quiet() + [stops], run_dir=tmp_path / "run")
 
 
 @pytest.mark.parametrize(

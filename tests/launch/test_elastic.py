@@ -56,6 +56,26 @@ def test_workers_that_are_killed_change_nothing(tmp_path):
         assert f"elastic: {text}" in said
 
 
+@needs_horovod
+def test_a_signal_between_two_attempts_has_the_next_one_save(tmp_path):
+    """The worker ended at once, and the steps that it had in its memory alone were lost."""
+    job = Job(tmp_path, 2, "--elastic=1:2")
+    try:
+        job.wait_for(lambda: job.events("steps_end"), "step")
+        pid = job.members()["0"]
+        joined = Path(re.search("TFLOOP_JOB=([^\0]*)", Path(f"/proc/{pid}/environ").read_text())[1], "rank-0.joined")
+        job.kill("1")
+        job.wait_for(lambda: joined.read_text() == "1", "generation with one worker")
+        job.process.terminate()  # the attempt, and its handler of signals, are still being made
+        assert job.process.wait(timeout=240) == 75
+    finally:
+        job.close()
+    said = job.errors()
+    assert "going on from step" in said
+    assert "the run saves and ends" in said
+    assert re.search(r"interrupted at step \d", said), said
+
+
 DYING = """
 import pathlib
 import horovod.tensorflow as hvd

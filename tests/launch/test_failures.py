@@ -188,7 +188,9 @@ def test_a_rank_that_hangs_is_named_with_its_phase_and_so_is_the_one_that_waits_
     assert not wanted
 
 
-def test_the_survivor_of_an_outside_job_ends(start, task):
+@pytest.mark.cold
+def test_the_survivor_of_an_outside_job_ends(start, task, monkeypatch):
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL")  # as a user has it
     addresses = [f"127.0.0.1:{port}" for port in machine.free_ports(2)]
     workers = [
         start(
@@ -204,6 +206,7 @@ def test_the_survivor_of_an_outside_job_ends(start, task):
     assert code == 1
     assert "Traceback (most recent call last):" not in lines
     assert len([line for line in lines if line.startswith("tfloop: error: another worker is gone")]) == 1, lines
+    assert not [line for line in lines if "grpc" in line.lower()], lines
     assert not workers[0].alive()
 
 

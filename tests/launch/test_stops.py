@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import types
 from pathlib import Path
@@ -335,3 +336,24 @@ def test_chaos_kills_a_number_of_times_that_can_be_waited_for(kills, command):  
     code, out, err = command("chaos", "digits", "--kills", kills)
     assert (code, out) == (2, "")
     assert err == f"tfloop: error: --kills {kills}: give a whole number from 1 to 1000\n"
+
+
+def test_directories_of_killed_processes_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    abandoned, used, new, others = (
+        tmp_path / name for name in ("tfloop-a.tfloop", "tfloop-b.tfloop", "tfloop-c.tfloop", "tfloop-d")
+    )
+    for directory in (abandoned, used, new, others):
+        directory.mkdir()
+        (directory / "file").touch()
+        if directory != new:
+            os.utime(directory, (0, 0))
+    link = tmp_path / "tfloop-e.tfloop"
+    link.symlink_to(others)
+    with signals.in_use(str(used)), signals.temporary_directory("tfloop-") as own:
+        assert Path(own).is_dir()
+        assert not abandoned.exists()
+        assert all((directory / "file").exists() for directory in (used, new, others, link))
+    with signals.temporary_directory("tfloop-"):
+        assert not used.exists()
+    assert not Path(own).exists()

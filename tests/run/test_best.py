@@ -193,10 +193,10 @@ def test_what_the_best_needs(capfd):
     with pytest.raises(UsageError, match="keep='best' takes the weights of the best checkpoint"):
         fit(Plain(), keep="best", callbacks=without)
     with pytest.raises(
-        ValueError, match="EarlyStopping\\(restore_best=True\\) takes the weights of the best checkpoint"
+        UsageError, match="EarlyStopping\\(restore_best=True\\) takes the weights of the best checkpoint"
     ):
         fit(Plain(), callbacks=without + [EarlyStopping(restore_best=True)])
-    with pytest.raises(ValueError, match="with keep='best': give one of the two"):
+    with pytest.raises(UsageError, match="with keep='best': give one of the two"):
         train("both", EarlyStopping(restore_best=True), keep="best")
     train("from", epochs=2, keep="best", scores=(1, 2))
     capfd.readouterr()

@@ -111,7 +111,7 @@ def test_weights_gradients_and_the_optimizer_are_on_one_device(accumulate, quiet
     looks = Looks()
     backend = backends.create("single", devices_per_replica=2)
     quiet_ones = quiet(checkpoint=None, journal=None)
-    fit(Spread(), backend=backend, callbacks=[*quiet_ones, looks], batch_size=20, accumulate=accumulate, ema=0.9)
+    fit(Spread(), backend=backend, callbacks=quiet_ones + [looks], batch_size=20, accumulate=accumulate, ema=0.9)
     seen = set()
     for (kind, name), device in looks.nodes.items():
         if kind in ("MatMul", "ReluGrad", "BiasAddGrad", "Rsqrt", "RsqrtGrad"):

@@ -162,7 +162,7 @@ def test_each_replica_holds_its_part_alone(quiet):
     looks = [Look(), Look()]
     options = {"steps": 2, "ema": 0.9, "backend": create("mirrored", 3)}
     for look, on in zip(looks, (False, True), strict=True):
-        fit(Chosen(), callbacks=[*quiet(), look], shard_optimizer=on, **options)
+        fit(Chosen(), callbacks=quiet() + [look], shard_optimizer=on, **options)
     whole, sliced = ([sizes_held(slot) for slot in look.slots] for look in looks)
     assert whole == [3 * [4 * elements] for elements in (20, 20, 4, 4, 4, 4, 1, 1)]
     assert sliced == [3 * [4 * elements] for elements in (7, 7, 2, 2, 2, 2, 1, 1)]
@@ -272,11 +272,11 @@ def test_the_last_events_see_the_averages(quiet, tmp_path):
     outputs = []
     for on in (False, True):
         last = Exports(tmp_path / str(on), at_end=True)
-        fit(Plain(), callbacks=[*quiet(), last], shard_optimizer=on, **options)
+        fit(Plain(), callbacks=quiet() + [last], shard_optimizer=on, **options)
         outputs.append(last.outputs)
     np.testing.assert_array_equal(outputs[1], outputs[0])
     with pytest.raises(UsageError, match="each worker has a part of the averages; call it in on_fit_end"):
-        fit(Plain(), callbacks=[*quiet(), Exports(tmp_path / "x", at_end=False)], shard_optimizer=True, **options)
+        fit(Plain(), callbacks=quiet() + [Exports(tmp_path / "x", at_end=False)], shard_optimizer=True, **options)
 
 
 def test_phases(tmp_path):

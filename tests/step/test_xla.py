@@ -116,7 +116,7 @@ from tests.tasks import Weighted
 class Often(callbacks.Callback):
     every = 3
 
-fit(Weighted(), epochs=4, batch_size=8, compile="xla", callbacks=[*callbacks.standard(mlflow=None), Often()])
+fit(Weighted(), epochs=4, batch_size=8, compile="xla", callbacks=callbacks.standard(mlflow=None) + [Often()])
 """
     logs = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "device_compiler=1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
