@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from callbacks.base import EVENTS, Callback, Metrics, Run, Schedule
+from callbacks.base import EVENTS, Callback, Metrics, Run, Schedule, SettingsError
 from callbacks.broadcast import BroadcastVariables
 from callbacks.checkpoint import Checkpoint
 from callbacks.csv_logger import CSVLogger
@@ -36,8 +36,8 @@ __all__ = [
     "EMA", "EVENTS", "BroadcastVariables", "CSVLogger", "Callback", "Checkpoint", "EarlyStopping", "EvaluateBeside",
     "FromKeras", "Journal", "LambdaCallback", "LearningRateMonitor", "LearningRateScaling", "MLflowTracker", "Metrics",
     "ModelSummary", "Notify", "Profiler", "Progress", "ReduceOnPlateau", "Report", "Run", "SamplePredictions",
-    "Schedule", "Sentinel", "ShardData", "StandardSet", "SystemMetrics", "TensorBoard", "Timer", "TrainerStatus",
-    "complete", "standard",
+    "Schedule", "Sentinel", "SettingsError", "ShardData", "StandardSet", "SystemMetrics", "TensorBoard", "Timer",
+    "TrainerStatus", "complete", "standard",
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 
-from callbacks.base import Callback, Run
+from callbacks.base import Callback, Run, SettingsError
 from callbacks.types import Json
 
 
@@ -25,7 +25,7 @@ class Attached(Callback):
         for place, kind in enumerate(type(run.task).__mro__):
             for name, digest in self._patched.get(str(place), {}).items():
                 if digest_of(kind, name) != digest:
-                    raise ValueError(
+                    raise SettingsError(
                         f"fit(workers=...): {kind.__name__}.{name} was changed after the class was made, and workers "
                         f"have another one, as they run the class's own code: make {name} a field of {kind.__name__}, "
                         "or change the code of the class"

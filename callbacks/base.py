@@ -36,6 +36,13 @@ Every = int | str | tuple[int, ...]
 
 
 # A protocol, since callbacks import nothing of `loop/`, where the class is.
+class SettingsError(ValueError):
+    """Settings of a run contradict those of a callback. Hooks raise it, and `fit` ends in a `loop.UsageError`.
+
+    The message names the setting, its value and the fix.
+    """
+
+
 class Run(Protocol):
     """The run as callbacks see it; every hook receives it. `loop.run.callback_view.CallbackView` is the real one.
 

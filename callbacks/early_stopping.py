@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from callbacks.arguments import check, stored_number
-from callbacks.base import Run
+from callbacks.base import Run, SettingsError
 from callbacks.checkpoint import step_of, tell_lost_best
 from callbacks.patience import Patience
 from callbacks.types import Data, JsonObject
@@ -43,7 +43,7 @@ class EarlyStopping(Patience):
         super().on_setup(run)
         self.best_step = None
         if self.restore_best and run.best_is_judged:
-            raise ValueError(
+            raise SettingsError(
                 "two EarlyStopping(restore_best=True): only one says which weights are the result: leave "
                 "restore_best out of the other one"
             )
@@ -51,9 +51,9 @@ class EarlyStopping(Patience):
 
     def on_data(self, run: Run, data: Data) -> Data:
         if self.restore_best and run.options["keep"] == "best":
-            raise ValueError("EarlyStopping(restore_best=True) with keep='best': give one of the two")
+            raise SettingsError("EarlyStopping(restore_best=True) with keep='best': give one of the two")
         if self.restore_best and not run.save_on_stop:
-            raise ValueError(
+            raise SettingsError(
                 "EarlyStopping(restore_best=True) takes the weights of the best checkpoint: leave callbacks.Checkpoint "
                 "in the set"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from callbacks.arguments import check, is_fraction
-from callbacks.base import Callback, Run
+from callbacks.base import Callback, Run, SettingsError
 
 
 class EMA(Callback):
@@ -28,5 +28,5 @@ class EMA(Callback):
 
     def on_setup(self, run: Run) -> None:
         if run.options["ema"] not in (None, self.decay):
-            raise ValueError(f"EMA(decay={self.decay}), but fit has ema={run.options['ema']}: give one of the two")
+            raise SettingsError(f"EMA(decay={self.decay}), but fit has ema={run.options['ema']}: give one of the two")
         run.options["ema"] = self.decay

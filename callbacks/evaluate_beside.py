@@ -11,7 +11,7 @@ from pathlib import Path
 
 from callbacks import files
 from callbacks.arguments import check
-from callbacks.base import Callback, Every, Metrics, Run
+from callbacks.base import Callback, Every, Metrics, Run, SettingsError
 from callbacks.checkpoint import step_of
 from callbacks.epoch_lines import numbers
 from callbacks.formats import plural
@@ -62,7 +62,7 @@ class EvaluateBeside(Callback):
 
     def on_setup(self, run: Run) -> None:
         if run.options["eval_every"] != "never":
-            raise ValueError(
+            raise SettingsError(
                 f"EvaluateBeside with eval_every={run.options['eval_every']!r}: the run would make the same "
                 'evaluations itself: give eval_every="never" (--eval-every never)'
             )
@@ -94,7 +94,7 @@ class EvaluateBeside(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         if run.info["target"] is None:
-            raise ValueError(
+            raise SettingsError(
                 "EvaluateBeside: the task isn't defined in a file, from which another process could load it"
             )
         if self._process is None:  # else the workers of an elastic job have formed anew

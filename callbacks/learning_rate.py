@@ -6,7 +6,7 @@ import math
 from typing import ClassVar, Literal
 
 from callbacks.arguments import check, is_number, is_whole, is_whole_or_none
-from callbacks.base import Callback, Run
+from callbacks.base import Callback, Run, SettingsError
 from callbacks.types import Data, Foreign, JsonObject, Optimizer, Tensors
 
 
@@ -53,7 +53,7 @@ class LearningRateScaling(Callback):
         steps = self.warmup_steps
         if steps is None:
             if data.train.steps_per_epoch is None:
-                raise ValueError("LearningRateScaling: this data has no known length: give warmup_steps")
+                raise SettingsError("LearningRateScaling: this data has no known length: give warmup_steps")
             steps = round(self.warmup_epochs * data.train.steps_per_epoch)
         k = run.options["batch_size"] / self.reference_batch_size
         scale = k if self.rule == "linear" else math.sqrt(k)

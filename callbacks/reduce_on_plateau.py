@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from callbacks.arguments import check, is_fraction, is_number, is_whole, stored_number
-from callbacks.base import Metrics, Run, as_floats
+from callbacks.base import Metrics, Run, SettingsError, as_floats
 from callbacks.formats import number
 from callbacks.learning_rate import optimizers_of, own_rate, rate_of
 from callbacks.patience import Patience
@@ -62,7 +62,7 @@ class ReduceOnPlateau(Patience):
             rate = own_rate(optimizer)
             if callable(rate):
                 which = f"{type(optimizer).__name__} ({name!r})" if name else type(optimizer).__name__
-                raise ValueError(
+                raise SettingsError(
                     f"ReduceOnPlateau: the learning rate of {which} is "
                     f"a schedule, {type(rate).__name__}, which says at each step what it is: leave one of the two out "
                     "(LearningRateScaling makes a schedule, too)"

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from callbacks import files
 from callbacks.arguments import check, is_number, is_text
-from callbacks.base import Callback, Run
+from callbacks.base import Callback, Run, SettingsError
 from callbacks.files import read_json, write_text
 from callbacks.mlflow import logged_model
 from callbacks.mlflow.courier_process import CourierProcess, courier_for
@@ -138,7 +138,7 @@ class MLflowTracker(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         if not (run.directory / journal.NAME).exists():
-            raise ValueError("MLflowTracker feeds on the journal: keep callbacks.Journal in the set")
+            raise SettingsError("MLflowTracker feeds on the journal: keep callbacks.Journal in the set")
         if self._delivers:  # the workers of an elastic job have formed anew
             return
         parent = self.parent or os.environ.get("MLFLOW_PARENT_RUN_ID") or None

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -16,6 +13,7 @@ import numpy as np
 from callbacks import (
     EVENTS,
     STANDARD,
+    BroadcastVariables,
     Callback,
     Checkpoint,
     EvaluateBeside,
@@ -24,11 +22,13 @@ from callbacks import (
     Profiler,
     Progress,
     Schedule,
+    Sentinel,
+    SettingsError,
+    ShardData,
     StandardSet,
     TrainerStatus,
     complete,
 )
-from callbacks.files import ROOT
 from callbacks.nearest import nearest
 from callbacks.run_record.redaction import tell
 from loop.data import Data
@@ -40,8 +40,8 @@ from loop.task import TrainTask
 
 _CHANGEABLE = ("eval_end", "epoch_end")
 """The events whose metrics a hook may change, for those that are called after it."""
-_REFUSING = ("setup", "data", "fit_start", "phase_start")
-"""The events in which tfloop's own callbacks refuse settings that contradict theirs."""
+_INTERNAL = {BroadcastVariables, ShardData, Sentinel}
+"""Callbacks of the standard set that a user has no reason to list, all three, by hand."""
 
 
 def callbacks_of(task: TrainTask, given: Iterable[Callback] | None, options: Options) -> list[Callback]:
@@ -76,19 +76,20 @@ def _check_list(callbacks: object, what: str) -> None:
 
 
 def _check_unpacked(given: Iterable[Callback] | None) -> Iterable[Callback] | None:
-    """Refuses most of the standard set in a plain list, to which the set is added: what was dropped would come back.
+    """Refuses a plain list of the callbacks of `standard(...)`. It is added to the set: what was dropped would be back.
 
-    Returns the callbacks, as a list if they came as such.
+    Returns the callbacks: `given`, which may be an iterator, is read here.
     """
     if given is None or isinstance(given, StandardSet):
         return given
     given = list(given)
+    classes = {type(callback) for callback in given}
     dropped = []
     for kind in STANDARD:
         # Only a TrainJob of Kubeflow Trainer has a `TrainerStatus`.
-        if kind is not TrainerStatus and not any(isinstance(callback, kind) for callback in given):
+        if kind is not TrainerStatus and kind not in classes:
             dropped.append(kind.__name__)
-    if 0 < len(dropped) < len(STANDARD) / 2:
+    if dropped and classes.issuperset(_INTERNAL):
         raise UsageError(
             f"callbacks is a list of the standard set without {', '.join(dropped)}, and a list is added to the "
             "standard set: write callbacks.standard(...) + [Mine()], or callbacks.StandardSet([...])"
@@ -250,23 +251,12 @@ class Bus:
         run = self._run
         kind = type(callback).__name__
         phase = run.watchdog.phase(f"callback on_{event} of {kind}")
-        refused = _refusals() if event in _REFUSING else contextlib.nullcontext()
-        with run.defer_errors(), refused, phase, run.stopwatch.at("callbacks", kind):
+        with run.defer_errors(), phase, run.stopwatch.at("callbacks", kind):
             fault_injection.reached(f"callback-{event}", run.backend.rank, run.progress.step)
-            return getattr(callback, f"on_{event}")(run, *args)
-
-
-@contextlib.contextmanager
-def _refusals() -> Iterator[None]:
-    """Raises a `UsageError` for what tfloop's own callbacks refuse: they import nothing of `loop`."""
-    try:
-        yield
-    except ValueError as error:
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        # Any other one, of user code or a library, is a failure: its type and place are told.
-        if not raised_in.is_relative_to(ROOT / "callbacks"):
-            raise
-        raise UsageError(str(error)) from error
+            try:
+                return getattr(callback, f"on_{event}")(run, *args)
+            except SettingsError as error:
+                raise UsageError(str(error)) from error
 
 
 def _as_numbers(hook: str, metrics: dict[str, float]) -> None:
