@@ -14,16 +14,16 @@ class Attached(Callback):
     """A training with a callback of another command ends when that command is gone.
 
     Args:
-        patched: what the other process has of attributes of the task's classes that it has changed, as JSON: their
-            digests, by the class's place in the order of inheritance and by name.
+        patched: the attributes of the task's classes that the other process has changed, as JSON: a digest of each
+            attribute, by the position of its class in the order of inheritance and by its name.
     """
 
     def __init__(self, patched: str = "{}") -> None:
         self._patched: Json = json.loads(patched)
 
     def on_setup(self, run: Run) -> None:
-        for place, kind in enumerate(type(run.task).__mro__):
-            for name, digest in self._patched.get(str(place), {}).items():
+        for position, kind in enumerate(type(run.task).__mro__):
+            for name, digest in self._patched.get(str(position), {}).items():
                 if digest_of(kind, name) != digest:
                     raise SettingsError(
                         f"fit(workers=...): {kind.__name__}.{name} was changed after the class was made, and workers "
@@ -33,11 +33,11 @@ class Attached(Callback):
 
 
 def digest_of(kind: type, name: str) -> str:
-    """What tells an attribute of a class from another one: the value of a number or text, the name of a function."""
+    """A digest of an attribute of a class: of the value of a number or text, of the name of a function."""
     value = vars(kind).get(name, inspect.Parameter.empty)
     if isinstance(value, str | int | float | None):
         text = repr(value)
     else:
         text = f"{type(value).__name__} {getattr(value, '__qualname__', '')}"
-    # Not the text itself, which may be a secret, and will stand on a command line.
+    # A digest, since the text may be a secret, and the result will stand on a command line.
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]

@@ -145,7 +145,8 @@ class Callback:
         key: the name under which the callback's state is kept in a checkpoint; unique within a run.
         watches: the metrics that the callback needs, each by the name of the argument that gives it. A run without such
             a metric is refused before its first step.
-        typed: the text of `--callback` that it was made of, with which a run is made again; "": it wasn't typed.
+        typed: the text of `--callback` from which the callback was made; "" for one that wasn't typed. Commands that
+            make a run again type it again.
     """
 
     runs_on: ClassVar[Literal["chief", "all"]] = "chief"

@@ -72,7 +72,7 @@ class Checkpoint(Callback):
         check(self, isinstance(keep_hourly, bool), "give True or False", keep_hourly=keep_hourly)
         self.every: Every = "epoch" if every == "auto" else every
         self.pause = 0.0 if every == "epoch" else PAUSE
-        # What was asked for, and what this run has: `on_data` decides, and a callback may serve several runs.
+        # `asked` is the argument. `best` is the metric of the current run: `on_data` may choose another one.
         self.best = self.asked = best
         self.watches = {"best": best} if best not in (None, DEFAULT) else {}
         self.sign = metric_direction.sign(self, "best", best or "loss", mode)
@@ -81,9 +81,9 @@ class Checkpoint(Callback):
         self.on_error = on_error
         self.best_value: float | None = None
         self.best_step: int | None = None
-        self._best_saved: int | None = None  # the step of the best one on disk
-        self._result_saved: int | None = None  # that of the one with the run's result; see `Run.best`
-        self._known: dict[int, Saved] = {}  # by step: what is on disk, or was judged since
+        self._best_saved: int | None = None  # the step of the best checkpoint on disk
+        self._result_saved: int | None = None  # the step of the checkpoint with the run's result; see `Run.best`
+        self._known: dict[int, Saved] = {}  # by step: checkpoints on disk, and states that were judged since
         self._due = -math.inf
 
     def on_setup(self, run: Run) -> None:
@@ -102,7 +102,7 @@ class Checkpoint(Callback):
         if needs_metric or (self.asked == DEFAULT and data.evaluated):
             before = self.best
             self.best = _default(data)
-            if self.best != before:  # the phase before had another one, with whose values none of this compares
+            if self.best != before:  # values of the earlier phase's metric can't be compared with those of this one
                 self._forget_values()
         return data
 
@@ -148,13 +148,13 @@ class Checkpoint(Callback):
         pinned = (self.best_step, self._best_saved, result, self._result_saved)
         paths = {}
         for path in run.checkpoints():
-            if step_of(path) <= step:  # later ones are of an earlier attempt and damaged: they don't count
+            if step_of(path) <= step:  # a later one is damaged, and was left by an earlier attempt: it doesn't count
                 paths[step_of(path)] = path
         kept = retained(map(self._saved, paths.values()), self.policy, pinned)
         run.discard([path for step_on_disk, path in paths.items() if step_on_disk not in kept])
         known = {}
         for known_step, saved in self._known.items():
-            # Training may have gone on meanwhile: what was judged after this step isn't on disk yet.
+            # Training may have gone on meanwhile: a state that was judged after this step isn't on disk yet.
             if known_step in kept or known_step > step:
                 known[known_step] = saved
         self._known = known
@@ -163,7 +163,7 @@ class Checkpoint(Callback):
         """What is known of a checkpoint on disk; no more is looked up than the policy needs."""
         saved = self._known.get(step_of(path)) or Saved(step_of(path))
         with contextlib.suppress(OSError):  # it is just being removed
-            if self.policy.hourly and not saved.time:  # later, after a move, the file's time is that of the move
+            if self.policy.hourly and not saved.time:  # kept from now on: a move of the directory would change it
                 saved = dataclasses.replace(saved, time=path.stat().st_mtime)
             if self.policy.max_bytes is not None:
                 saved = dataclasses.replace(saved, bytes=sum(file.stat().st_size for file in path.iterdir()))
@@ -175,7 +175,7 @@ class Checkpoint(Callback):
             return
         value = metrics[self.best]
         step = run.progress.step
-        # Asked before this state is one of those that it is compared with.
+        # Before this state is added to `_known`: it must not be compared with itself.
         is_among_best = self._is_among_best(step, value)
         self._known[step] = Saved(step, value)
         if self.best_value is None or self.sign * (value - self.best_value) < 0:
@@ -206,7 +206,7 @@ class Checkpoint(Callback):
         self._due = time.monotonic() + self.pause
 
     def state_dict(self) -> JsonObject:
-        # Without these rules nothing of it is needed, and a checkpoint doesn't grow with the number of those kept.
+        # Only these two rules need it. Without them, the state stays small however many checkpoints are kept.
         needed = self._known.values() if self.policy.best > 1 or self.policy.hourly else ()
         known = [[saved.step, saved.value, saved.time] for saved in needed]
         return {"metric": self.best, "best_value": self.best_value, "best_step": self.best_step, "known": known}
@@ -225,7 +225,7 @@ class Checkpoint(Callback):
             self._forget_values()
 
     def _forget_values(self) -> None:
-        """Forgets how good the checkpoints are by a metric that is no longer the one that counts."""
+        """Forgets how good the checkpoints are: the values are of a metric that no longer counts."""
         self.best_value = self.best_step = None
         for step, saved in self._known.items():
             self._known[step] = dataclasses.replace(saved, value=math.nan)

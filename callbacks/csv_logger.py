@@ -29,7 +29,7 @@ class CSVLogger(Callback):
 
     def __init__(self, path: str | Path = "metrics.csv") -> None:
         check(self, isinstance(path, str | Path) and Path(path).name != "", "give the path of a file", path=path)
-        # A directory of the run may not exist yet: a table in its place would leave the run without checkpoints.
+        # The run makes its own directories later: a table of such a name would leave it without checkpoints, say.
         is_taken = os.path.normpath(path) in (*_FILES, *_DIRECTORIES)
         check(self, not is_taken, "the run has a file or directory of that name: give another one", path=path)
         self.path = Path(path)

@@ -63,7 +63,8 @@ class EarlyStopping(Patience):
         if not self.restore_best or self.best is None or self.best_step is None:
             return
         # A resumed run goes on with the best of the attempts before, if its checkpoint is still here.
-        if self.best_step in map(step_of, run.checkpoints()):
+        steps_on_disk = list(map(step_of, run.checkpoints()))
+        if self.best_step in steps_on_disk:
             run.keep_best(self.metric, self.best, self.best_step)
             return
         tell_lost_best(self.best_step)
@@ -84,6 +85,6 @@ class EarlyStopping(Patience):
 
     def load_state_dict(self, state: JsonObject) -> None:
         super().load_state_dict(state)
-        # None, too, if that was the best by another metric. Older checkpoints don't have it.
+        # `best` is None, too, if the earlier attempt watched another metric. Older checkpoints don't have this entry.
         has_step = self.best is not None and "best_step" in state
         self.best_step = stored_number(state, "best_step", whole=True, optional=True) if has_step else None

@@ -45,8 +45,13 @@ def _without_autograph(text: str) -> str:
     """The message within one of AutoGraph's, which shows a traceback first."""
     lines = _lines(text)
     # The message begins at the last line "SomeError: ...", after the lines of code.
-    starts = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_.]*(Error|Exception|Warning): ", line)]
-    return "\n".join(lines[starts[-1] :]).partition(": ")[2] if starts else lines[-1]
+    start = None
+    for index, line in enumerate(lines):
+        if re.match(r"[A-Za-z_.]*(Error|Exception|Warning): ", line):
+            start = index
+    if start is None:
+        return lines[-1]
+    return "\n".join(lines[start:]).partition(": ")[2]
 
 
 def _without_graph(text: str) -> str:

@@ -38,7 +38,7 @@ class EvaluateBeside(Callback):
     `Checkpoint` says how often there is one. Other callbacks don't see the results: one that decides by an evaluation
     needs it in the run itself.
 
-    The run itself is to make none: give `eval_every="never"`, as `tfloop train --eval-beside` does. The task must be
+    The run itself must not evaluate: give `eval_every="never"`, as `tfloop train --eval-beside` does. The task must be
     in a file, since the process loads it anew. It has the lowest priority; on a machine without a free core or device,
     training is slower meanwhile.
 
@@ -57,8 +57,8 @@ class EvaluateBeside(Callback):
         self._ordered: set[Path] = set()
         self._metrics: dict[int, dict[str, float]] = {}  # by step
         self._errors: set[str] = set()
-        self._unsaid = ""  # about the last one
-        self._said = -_BETWEEN
+        self._unsaid = ""  # the line about the last evaluation, until it is printed
+        self._said = -_BETWEEN  # when a line was printed last
 
     def on_setup(self, run: Run) -> None:
         if run.options["eval_every"] != "never":
@@ -67,7 +67,7 @@ class EvaluateBeside(Callback):
                 'evaluations itself: give eval_every="never" (--eval-every never)'
             )
 
-        # The callback may serve several runs; `on_restore` takes what an earlier attempt of this one has evaluated.
+        # The callback may serve several runs. `on_restore` reads the evaluations of this run's earlier attempts.
         self._metrics = {}
         self._errors = set()
 
@@ -80,13 +80,13 @@ class EvaluateBeside(Callback):
             with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
                 if entry.get("beside"):
                     known.add(entry["step"])
-                    if entry["step"] <= run.progress.step:  # else it is made again
+                    if entry["step"] <= run.progress.step:  # later steps are made again
                         self._metrics[entry["step"]] = as_numbers(entry["metrics"])
         self._pending = []
         for leftover in sorted(folder.iterdir()):
             if is_checkpoint(leftover) and step_of(leftover) not in known and step_of(leftover) <= run.progress.step:
                 self._pending.append(leftover)
-            else:  # of a later step, which is made again; or evaluated, or never complete
+            else:  # it is incomplete, was evaluated, or is of a later step, which is made again
                 shutil.rmtree(leftover, ignore_errors=True)
         # A kill may have come between the checkpoint and its copy in the folder.
         if path is not None and step_of(path) not in known and path.parent == run.directory / "checkpoints":
@@ -97,7 +97,7 @@ class EvaluateBeside(Callback):
             raise SettingsError(
                 "EvaluateBeside: the task isn't defined in a file, from which another process could load it"
             )
-        if self._process is None:  # else the workers of an elastic job have formed anew
+        if self._process is None:  # it is there already where the workers of an elastic job have formed anew
             self._start(run)
         self._order()
 
@@ -128,7 +128,7 @@ class EvaluateBeside(Callback):
             shutil.rmtree(run.directory / FOLDER, ignore_errors=True)
 
     def _start(self, run: Run) -> None:
-        # The process is no worker of the job, and must not take this one's place in it, nor its device.
+        # Without the variables that give this worker its place in the job, and without its device.
         horovod = [name for name in os.environ if name.startswith("HOROVOD_")]
         environment = dict.fromkeys([*_PLACES, *horovod]) | {"CUDA_VISIBLE_DEVICES": _visible(self._device)}
         try:
@@ -140,17 +140,17 @@ class EvaluateBeside(Callback):
         # By stdin, since fields may be secrets.
         task = {"target": run.info["target"], "fields": run.info["hyperparameters"]}
         self._process.order({**task, "device": self._device, "options": options})
-        self._ordered.clear()  # a new process has heard of nothing
+        self._ordered.clear()  # a new process has no orders yet
 
     def _order(self) -> None:
-        """Tells the process what it doesn't know yet."""
+        """Orders the evaluations that the process hasn't been told of."""
         for path in self._pending:
             if self._process is not None and path not in self._ordered:
                 self._process.order(str(path))
                 self._ordered.add(path)
 
     def _keep(self, run: Run, path: Path) -> None:
-        """Keeps a checkpoint until it is evaluated, by other names of the same files: the run may remove it before."""
+        """Links a checkpoint's files into the folder until it is evaluated: the run may remove the original earlier."""
         kept = run.directory / FOLDER / path.name
         if kept in self._pending:
             return
@@ -165,7 +165,7 @@ class EvaluateBeside(Callback):
             tell(f"warning: {path.name} isn't evaluated: {error}")
 
     def _take_answers(self, run: Run, seconds: float) -> None:
-        """Writes down what has been evaluated; waits for it for so many seconds."""
+        """Records the evaluations that have ended. Waits at most so many seconds for the first one."""
         try:
             while self._process is not None and (answer := self._process.answer(seconds)) is not None:
                 self._take(run, answer)
@@ -190,12 +190,12 @@ class EvaluateBeside(Callback):
 
     def _take(self, run: Run, answer: JsonObject) -> None:
         path = Path(answer["path"])
-        if path not in self._pending:  # of an attempt of an elastic job that was cut off; the step is made again
+        if path not in self._pending:  # an interrupted attempt of an elastic job saved it; its step is made again
             return
         self._pending.remove(path)
         if "error" not in answer:
             self._write(run, answer)
-        elif answer["error"] not in self._errors:  # each of the others would say the same
+        elif answer["error"] not in self._errors:  # once: all checkpoints may have the same error
             self._errors.add(answer["error"])
             tell(f"warning: {path.name} isn't evaluated: {answer['error']}")
         shutil.rmtree(path, ignore_errors=True)

@@ -10,7 +10,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
@@ -31,8 +30,8 @@ class Example(NamedTuple):
 class ExampleLog(Callback):
     """Writes a line for each (micro-)batch of each replica when it is read; `used` reads the lines.
 
-    Each process writes its own file, which starts with the position from which the attempt continues. All workers of an
-    attempt number it alike. It must come after `ShardData` in the set.
+    Each process writes its own file, which starts with the position from which the attempt continues. All workers use
+    the same number for an attempt. It must come after `ShardData` in the set.
 
     Args:
         directory: where to write; one for each run.
@@ -62,8 +61,8 @@ class ExampleLog(Callback):
             rows = replica_rows(*arguments)
             # In the graph, as the batch is read; a Python function runs on the host alone.
             with tf.device("CPU:0"):
-                place = [rows.first, rows.epoch, rows.number, rows.index]
-                tf.numpy_function(self._write, [*place, *tf.nest.flatten(rows.batch)], [])
+                position = [rows.first, rows.epoch, rows.number, rows.index]
+                tf.numpy_function(self._write, [*position, *tf.nest.flatten(rows.batch)], [])
             return rows
 
         train.replica_rows = watched
@@ -151,16 +150,16 @@ def _lines(path: Path) -> Iterator[list[Json]]:
             yield json.loads(line)
 
 
-def differences(expected: Mapping[int, list[Example]], found: Mapping[int, list[Example]]) -> Iterator[str]:
+def differences(expected: Mapping[int, list[Example]], actual: Mapping[int, list[Example]]) -> Iterator[str]:
     """How two runs differ in the examples that they used, and whether one used an example twice in an epoch."""
-    for epoch in sorted({*expected, *found}):
-        for text in _differences_of_epoch(expected.get(epoch, []), found.get(epoch, [])):
+    for epoch in sorted({*expected, *actual}):
+        for text in _differences_of_epoch(expected.get(epoch, []), actual.get(epoch, [])):
             yield f"epoch {epoch + 1}: {text}"
 
 
-def _differences_of_epoch(expected: list[Example], found: list[Example]) -> Iterator[str]:
+def _differences_of_epoch(expected: list[Example], actual: list[Example]) -> Iterator[str]:
     contents = dict(expected)
-    counts = Counter(map(attrgetter("address"), found))
+    counts = Counter(_addresses(actual))
     for address, count in counts.items():
         if count > 1:
             yield f"example {address} was used {count} times"
@@ -169,19 +168,21 @@ def _differences_of_epoch(expected: list[Example], found: list[Example]) -> Iter
     for address in sorted(counts.keys() - contents.keys()):
         yield f"example {address} was used, but not without kills"
 
-    for address, content in found:
+    for address, content in actual:
         if contents.get(address, content) != content:
             yield f"example {address} had another content"
-    yield from _other_order(expected, found)
+    yield from _other_order(_addresses(expected), _addresses(actual))
 
 
-def _other_order(expected: list[Example], found: list[Example]) -> Iterator[str]:
-    """Where the same examples come in another order; nothing if they aren't the same ones."""
-    expected_order = list(map(attrgetter("address"), expected))
-    order = list(map(attrgetter("address"), found))
-    if sorted(order) != sorted(expected_order):
+def _other_order(expected: list[int], actual: list[int]) -> Iterator[str]:
+    """From which index on the addresses come in another order; nothing if they aren't the same addresses."""
+    if sorted(actual) != sorted(expected):
         return
-    for index, (one, other) in enumerate(zip(expected_order, order, strict=True)):
-        if one != other:
+    for index, (expected_address, address) in enumerate(zip(expected, actual, strict=True)):
+        if address != expected_address:
             yield f"another order from place {index} on"
             return
+
+
+def _addresses(examples: list[Example]) -> list[int]:
+    return [example.address for example in examples]

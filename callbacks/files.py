@@ -307,7 +307,8 @@ def make_directory(path: Path) -> Path:
         path.mkdir()
     except FileExistsError:
         if not stat.S_ISDIR(path.lstat().st_mode):
-            raise UnsafeFileError(path, "it is a symbolic link" if path.is_symlink() else "it is a file") from None
+            kind = "a symbolic link" if path.is_symlink() else "a file"
+            raise UnsafeFileError(path, f"it is {kind}") from None
     return path
 
 
@@ -317,7 +318,7 @@ def launch_path(path: str | Path) -> Path:
 
 
 def original_path(path: Path) -> Path:
-    """The path that a file in a copy of the directory in which the command was typed has there."""
+    """The original of a file that lies in a copy of the directory in which the command was typed."""
     if LAUNCH_DIRECTORY in os.environ and path.is_relative_to(here := Path.cwd().resolve()):
         return launch_path(path.relative_to(here))
     return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 
 
@@ -27,12 +26,13 @@ def grouped(count: float) -> str:
 
 def plural(count: int, noun: str) -> str:
     """A count with its noun: "1 epoch", "2 epochs"."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+    ending = "" if count == 1 else "s"
+    return f"{count:,} {noun}{ending}"
 
 
 def lasting(seconds: float) -> str:
     """A duration, in its two largest units."""
-    # What would be rounded to "1000 ms" or "60.0 s" has the next unit.
+    # A value that would be rounded to "1000 ms" or "60.0 s" gets the next unit.
     if seconds < 0.9995:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 59.95:
@@ -40,9 +40,13 @@ def lasting(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s")]
-    shown = list(itertools.dropwhile(lambda part: not part[0], parts))[:2]
-    return " ".join(f"{count} {unit}" for count, unit in shown if count)
+    if days:
+        parts = [(days, "d"), (hours, "h")]
+    elif hours:
+        parts = [(hours, "h"), (minutes, "min")]
+    else:
+        parts = [(minutes, "min"), (seconds, "s")]
+    return " ".join(f"{count} {unit}" for count, unit in parts if count)
 
 
 def moment(seconds: float) -> str:

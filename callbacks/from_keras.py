@@ -83,7 +83,7 @@ class FromKeras(Callback):
 
     def on_restore(self, run: Run, path: Path | None) -> None:
         if "CSVLogger" in self._kinds:
-            # Else it would empty the file that the earlier attempt has written. A new run has a new file.
+            # In a resumed run it must append: otherwise it would empty the file of the earlier attempt.
             self.callback.append = self._appends or path is not None
             self.callback.append_header = True  # Keras looks whether the file has one, where it appends
             self.callback.keys = None
@@ -101,7 +101,7 @@ class FromKeras(Callback):
             self.callback.set_params(params)
             self.callback.set_model(self._view)
         self._call(run, "on_train_begin")
-        # What differs from this is state, for `state_dict`. Restored afterwards: `on_train_begin` resets a callback.
+        # `state_dict` saves what differs from this. The state is restored now: `on_train_begin` resets a callback.
         self._at_begin = _plain_attributes(self.callback)
         for attribute, value in self._restored.items():
             setattr(self.callback, attribute, value)
@@ -183,7 +183,7 @@ class FromKeras(Callback):
 
 
 def _cut(path: Path, separator: str, epoch: int) -> None:
-    """Removes the rows of epochs that a killed run has made after its checkpoint: the resumed run makes them again."""
+    """Removes the rows of epochs after the checkpoint of a killed run: the resumed run makes these epochs again."""
     if not path.is_file():
         return
     lines = path.read_bytes().splitlines(keepends=True)
@@ -231,7 +231,10 @@ def _share_rates(run: Run) -> None:
     if run.backend.workers == 1:
         return
     # A schedule is a function of the step, and so the same on all ranks; it can't be set either.
-    optimizers = [optimizer for optimizer in optimizers_of(run).values() if not callable(own_rate(optimizer))]
+    optimizers = []
+    for optimizer in optimizers_of(run).values():
+        if not callable(own_rate(optimizer)):
+            optimizers.append(optimizer)
     own_rates = list(map(rate_of, optimizers))
     rates = run.backend.broadcast_json(own_rates)
     for optimizer, own, rate in zip(optimizers, own_rates, rates, strict=True):
@@ -278,7 +281,8 @@ def _overrides(callback: Foreign, hook: str) -> bool:
 
 def _plain_attributes(callback: Foreign) -> dict[str, Json]:
     """The attributes of a callback that JSON can hold and that are no settings, as copies."""
-    # Settings may be changed at the first use, as `min_delta` of ReduceLROnPlateau, and would be so a second time.
+    # Not settings: a callback may change one at its first use, as ReduceLROnPlateau does `min_delta`, and would change
+    # a restored one again.
     skipped = _settings(callback)
     attributes = {}
     for name, value in vars(callback).items():

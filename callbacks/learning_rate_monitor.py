@@ -28,7 +28,7 @@ class LearningRateMonitor(Callback):
         self.on_phase_start(run)
 
     def on_phase_start(self, run: Run) -> None:
-        # Those of the phase before: its optimizers are gone, and may have had other names.
+        # The gauges of the phase before: its optimizers are gone, and may have had other names.
         for name in self._names:
             del run.gauges[name]
         optimizers = optimizers_of(run)

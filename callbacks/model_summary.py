@@ -107,8 +107,9 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """The lines of a table: names and shapes start in one column, numbers end in one."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = list(map(str.ljust, row[:2], widths[:2]))
-        cells += map(str.rjust, row[2:], widths[2:])
+        cells = []
+        for index, (text, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(text.ljust(width) if index < 2 else text.rjust(width))
         yield "  ".join(cells).rstrip()
 
 

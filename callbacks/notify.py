@@ -87,12 +87,16 @@ class Posting(Callback):
                 pass
         except urllib.error.HTTPError as error:  # before OSError, of which it is one
             error.close()
-            is_redirect = 300 <= error.code < 400
-            self._warn(f"it answered {error.code}" + ", a redirect, which is never followed" * is_redirect)
+            answer = f"it answered {error.code}"
+            if 300 <= error.code < 400:
+                answer += ", a redirect, which is never followed"
+            self._warn(answer)
         except (OSError, http.client.HTTPException, ValueError) as error:
             cause = getattr(error, "reason", error)
-            text = getattr(cause, "strerror", None) or type(cause).__name__  # the whole text may hold the URL
-            self._warn(f"no answer within {self.timeout:g} s" if isinstance(cause, TimeoutError) else text)
+            if isinstance(cause, TimeoutError):
+                self._warn(f"no answer within {self.timeout:g} s")
+            else:
+                self._warn(getattr(cause, "strerror", None) or type(cause).__name__)  # its whole text may hold the URL
         finally:
             del _under_way[threading.current_thread()]
 
@@ -143,7 +147,7 @@ class Notify(Posting):
         self._tell(run, "checkpoint", "running", reason)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        # Masked first: what is cut within a secret would not be known as one any more.
+        # Masked before it is cut: a part of a secret would not be known as one.
         text = redaction.mask(f"{type(error).__name__}: {error}")
         self._tell(run, "failure", "failed", recorded(text))
 
@@ -182,11 +186,7 @@ def _opener(tls: ssl.SSLContext | None) -> urllib.request.OpenerDirector:
 
 
 def _server(url: str) -> str:
-    """The part of a URL that may be shown: scheme, host and port.
-
-    Raises:
-        ValueError: it isn't a URL for HTTP.
-    """
+    """The part of a URL that may be shown: scheme, host and port. A ValueError if it isn't a URL for HTTP."""
     with contextlib.suppress(ValueError, AttributeError, TypeError):
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname:

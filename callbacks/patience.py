@@ -49,8 +49,11 @@ class Patience(Callback):
         self.waited = 0
 
     def on_eval_end(self, run: Run, metrics: Metrics) -> None:
-        # Of several evaluation sets, this evaluation may have been of others.
-        if self.metric.startswith("eval_") and (self.metric in metrics or self.metric not in run.metric_names()):
+        if not self.metric.startswith("eval_"):
+            return
+        # With several evaluation sets, this evaluation may not have been of the one that has the metric.
+        is_of_other_set = self.metric not in metrics and self.metric in run.metric_names()
+        if not is_of_other_set:
             self.judge(run, metrics)
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
@@ -63,7 +66,7 @@ class Patience(Callback):
         if self.metric not in metrics:
             raise ValueError(f"{type(self).__name__}(metric={self.metric!r}): this run has only {', '.join(metrics)}")
         value = metrics[self.metric]
-        # A value that is not finite is no improvement, and can't be the best one, with which none compares.
+        # A value that is not finite is no improvement: no later value could be compared with it.
         if math.isfinite(value) and (self.best is None or self.sign * (value - self.best) < -self.min_delta):
             self.best = value
             self.waited = 0
@@ -84,8 +87,8 @@ class Patience(Callback):
         return {"metric": self.metric, "best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        # No value compares with one of another metric, which the earlier attempt may have watched. Older checkpoints
-        # don't name it.
+        # The earlier attempt may have watched another metric, whose values can't be compared with this one's. Older
+        # checkpoints don't name the metric.
         if state.get("metric", self.metric) == self.metric:
             self.best = stored_number(state, "best", optional=True)
             self.waited = stored_number(state, "waited", whole=True)

@@ -56,7 +56,9 @@ class Progress(Callback):
         if not self._started:  # the run failed before `on_fit_start`
             return
         # The number of the current epoch, from 1: after the last step of an epoch, the next one has not started.
-        epoch = max(1, run.progress.epoch + (run.progress.step_in_epoch > 0))
+        epoch = run.progress.epoch
+        if run.progress.step_in_epoch > 0 or epoch == 0:
+            epoch += 1
         self._update(self._state(run, "end", {}) | {"epoch": epoch, "status": status, "why": run.stop_reason})
 
     def _update(self, state: State) -> None:
@@ -172,7 +174,8 @@ class Display:
 
     def _epoch_line(self, state: State | None) -> None:
         if state is not None:
-            self.line(self._epochs.text(state, self._columns() if self.terminal else None))
+            columns = self._columns() if self.terminal else None
+            self.line(self._epochs.text(state, columns))
 
     def _columns(self) -> int:
         """The width of the terminal; asked each time, since the user may change it."""

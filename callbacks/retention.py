@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterable
-from operator import attrgetter
 
 _HOUR = 3600.0
 
@@ -22,7 +21,7 @@ class Saved:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Which checkpoints stay: those that one of these names."""
+    """Which checkpoints stay: each that at least one of these rules names."""
 
     last: int = 3  # how many of the newest
     best: int = 1  # how many of the best
@@ -37,7 +36,7 @@ def retained(checkpoints: Iterable[Saved], policy: Policy, pinned: Collection[in
 
     Their order is that of their steps: clocks may differ from machine to machine. Time counts for `hourly` alone.
     """
-    in_order = sorted(checkpoints, key=attrgetter("step"))
+    in_order = sorted(checkpoints, key=lambda saved: saved.step)
     best = ranked(in_order, policy.sign)[: policy.best]
     # `last` is at least 1: [-0:] would be all of them.
     kept = {saved.step: saved for saved in [*in_order[-policy.last :], *best]}
@@ -64,7 +63,7 @@ def ranked(checkpoints: Iterable[Saved], sign: int) -> list[Saved]:
 
 def _fit(kept: dict[int, Saved], safe: Collection[int | None], max_bytes: int) -> None:
     """Takes out the oldest ones until the rest fits."""
-    total = sum(map(attrgetter("bytes"), kept.values()))
+    total = sum(saved.bytes for saved in kept.values())
     for step in sorted(kept):  # a list of its own: `kept` shrinks
         if total <= max_bytes:
             break

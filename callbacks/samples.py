@@ -94,7 +94,9 @@ class SamplePredictions(Callback):
 def _classes(predictions: np.ndarray, labels: np.ndarray | None) -> np.ndarray:
     """The predictions; if they are a value for each class, and labels are classes, the class of the greatest value."""
     has_classes = predictions.ndim == 2 and predictions.shape[1] > 1
-    return predictions.argmax(-1) if has_classes and (labels is None or labels.ndim == 1) else predictions
+    if has_classes and (labels is None or labels.ndim == 1):
+        return predictions.argmax(-1)
+    return predictions
 
 
 def _lines(captions: Mapping[str, np.ndarray]) -> list[str]:

@@ -35,8 +35,7 @@ class SideProcess:
     """
 
     def __init__(self, module: str, *arguments: str, environment: Mapping[str, str | None] | None = None) -> None:
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        variables = {**os.environ, "PYTHONPATH": path, **(environment or {})}
+        variables = {**os.environ, "PYTHONPATH": search_path(), **(environment or {})}
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *arguments],
             env={name: value for name, value in variables.items() if value is not None},
@@ -72,6 +71,14 @@ class SideProcess:
         """Ends the process at once."""
         self.process.kill()
         self.process.communicate()
+
+
+def search_path() -> str:
+    """The PYTHONPATH with which a new process imports this tfloop."""
+    path = str(ROOT)
+    if own_path := os.environ.get("PYTHONPATH"):
+        path += os.pathsep + own_path
+    return path
 
 
 # In the process

@@ -147,9 +147,13 @@ def named_gpus() -> list[str] | None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return None
-    names = list(filter(None, map(str.strip, visible.split(","))))
-    # CUDA ignores the names after it.
-    return names[: names.index("-1")] if "-1" in names else names
+    names = []
+    for name in map(str.strip, visible.split(",")):
+        if name == "-1":  # CUDA ignores it and all names after it
+            break
+        if name:
+            names.append(name)
+    return names
 
 
 def _has_uuid(uuid: str, names: Sequence[str]) -> bool:

@@ -35,11 +35,7 @@ class TensorBoard(Callback):
     """
 
     def __init__(
-        self,
-        directory: str | Path = "tensorboard",
-        every: Every = "1s",
-        histograms: int = 0,
-        graph: bool = True,
+        self, directory: str | Path = "tensorboard", every: Every = "1s", histograms: int = 0, graph: bool = True
     ) -> None:
         check(self, isinstance(directory, str | Path) and directory != "", "give a directory", directory=directory)
         check(self, is_whole(histograms, 0), "give a number of epochs, or 0 for none", histograms=histograms)

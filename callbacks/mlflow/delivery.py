@@ -129,7 +129,8 @@ class Delivery:
         # identical points once.
         last_steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         sent = run.data.tags.get(SENT, "")
-        self._position = _Position(last_steps, int(sent) if sent.isdecimal() else 0)
+        sent_artifacts = int(sent) if sent.isdecimal() else 0
+        self._position = _Position(last_steps, sent_artifacts)
         self._problem = ""
         self._client = client  # last: after an error before it, the next call connects anew
         _remove_escaped_directory(self.uri)
@@ -150,7 +151,7 @@ class Delivery:
         from mlflow.entities import Metric
 
         due = self._due(self._position)
-        while batch := list(itertools.starmap(Metric, itertools.islice(due, _METRICS_AT_ONCE))):
+        while batch := [Metric(*point) for point in itertools.islice(due, _METRICS_AT_ONCE)]:
             self._client.log_batch(self.run_id, metrics=batch)
             self.count += len(batch)
             progress(len(batch))

@@ -109,7 +109,9 @@ class _Axes:
         self.first = min(steps, default=0)
         self.last = max(steps, default=0)
         self.log = _looks_flat(values)
-        self._low, self._high = _range(list(map(math.log10, values)) if self.log else values)
+        if self.log:
+            values = list(map(math.log10, values))
+        self._low, self._high = _range(values)
 
     def x(self, step: float) -> float:
         if self.first == self.last:  # one step: in the middle, and no division by zero
@@ -136,9 +138,11 @@ class _Axes:
 
 def charts(titles: Mapping[str, Sequence[Line]], marks: Sequence[int] = ()) -> list[Chart]:
     """The charts of a page, by title; see `chart`. The more lines there are, the fewer points each of them has."""
-    all_lines = itertools.chain.from_iterable(titles.values())
-    drawn = list(filter(operator.attrgetter("points"), all_lines))  # `chart` leaves out the others
-    count = max(1, len(drawn))
+    count = 0
+    for line in itertools.chain.from_iterable(titles.values()):
+        if line.points:  # `chart` leaves out the others
+            count += 1
+    count = max(1, count)
     most = min(_ZOOMED, _ON_A_PAGE // count)
     dotted = min(_DOTTED, _DOTS_ON_A_PAGE // count)
     return [chart(title, lines, marks, most, dotted) for title, lines in titles.items()]
@@ -187,8 +191,10 @@ def _data(line: Line) -> JsonObject:
     values: list[Json] = []
     for step, value in line.points:
         steps.append(step)
-        # JSON has no nan and no infinity; the script skips what isn't a number.
-        values.append(float(f"{value:.5g}") if _is_drawn(value) else str(value))
+        if _is_drawn(value):
+            values.append(float(f"{value:.5g}"))
+        else:
+            values.append(str(value))  # JSON has no nan and no infinity; the script skips what isn't a number
     return {"kind": line.kind, "steps": steps, "values": values}
 
 
@@ -221,9 +227,10 @@ def _curve(line: Line, axes: _Axes, dotted: int) -> Curve:
         else:
             path_points.append((10 * x, math.nan))  # interrupts the path
             gaps.append(Gap(x, f"{line.name}: {value} at step {step:,}"))
-    has_dots = len(line.points) <= dotted
+    if len(line.points) > dotted:
+        dots = []
     is_dense = len(line.points) > _POINTS // 2
-    return Curve(line.kind, is_dense, _path(path_points), dots if has_dots else [], gaps[:_GAPS])
+    return Curve(line.kind, is_dense, _path(path_points), dots, gaps[:_GAPS])
 
 
 def _looks_flat(values: Sequence[float]) -> bool:
@@ -255,7 +262,10 @@ def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
         drawn: list[Point] = []
         gaps: list[Point] = []
         for point in stretch:
-            (drawn if _is_drawn(point[1]) else gaps).append(point)
+            if _is_drawn(point[1]):
+                drawn.append(point)
+            else:
+                gaps.append(point)
         drawn.sort(key=operator.itemgetter(1))
         # A set, since the lowest point may be the highest one, too.
         kept += sorted({*drawn[:1], *drawn[-1:], *gaps[:1]}, key=operator.itemgetter(0))

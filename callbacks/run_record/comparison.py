@@ -7,7 +7,6 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
 
 from callbacks.base import shown_status
 from callbacks.formats import lasting, moment, number
@@ -40,7 +39,7 @@ class _Compared:
 
 def html(records: Sequence[Record], live: bool = False) -> str:
     """The page of several runs; a live one asks the server that it comes from for what is new."""
-    names = list(map(attrgetter("name"), records))
+    names = [record.name for record in records]
     return page.rendered(
         "comparison.html",
         live,
@@ -58,14 +57,16 @@ def differences(records: Sequence[Record]) -> list[list[str]]:
     """A row for each value that isn't the same in all runs: its name, and what each run has."""
     rows = _differing("", list(map(_facts, records)))
     for group, label in _LABELS.items():
-        rows += _differing(label, list(map(attrgetter(group), records)))
+        rows += _differing(label, [getattr(record, group) for record in records])
     return rows
 
 
 def metrics(records: Iterable[Record]) -> list[str]:
     """The metrics that these runs have, each once."""
-    names = itertools.chain.from_iterable(map(attrgetter("curves"), records))
-    return list(dict.fromkeys(names))
+    names: dict[str, None] = {}  # a set in the order of the first occurrence
+    for record in records:
+        names |= dict.fromkeys(record.curves)
+    return list(names)
 
 
 def best_or_last(record: Record, metric: str) -> float | None:
@@ -135,8 +136,12 @@ def _curves(records: Sequence[Record]) -> list[Chart]:
 def _charted(records: Sequence[Record]) -> list[str]:
     """The metrics that have a chart; the loss first, and evaluations before training."""
     known = metrics(records)
-    # Means within epochs have a chart only where there is none over epochs.
-    names = [name for name in known if not name.startswith(STEP) or name.removeprefix(STEP) not in known]
+    names = []
+    for name in known:
+        # Means within epochs have a chart only where there are none over epochs.
+        if name.startswith(STEP) and name.removeprefix(STEP) in known:
+            continue
+        names.append(name)
     return sorted(names, key=lambda name: (name.removeprefix("eval_") != "loss", not name.startswith("eval_")))
 
 

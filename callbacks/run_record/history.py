@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from operator import itemgetter
 
 from callbacks.types import Json, JsonObject
 
@@ -47,7 +46,8 @@ def until(rows: Sequence[Row], step: int) -> list[Row]:
 
 def missing(rows: Sequence[Row], epochs: int) -> int:
     """How many of the first `epochs` epochs have no row."""
-    return len(set(range(1, epochs + 1)).difference(map(itemgetter("epoch"), rows)))
+    recorded = {row["epoch"] for row in rows}
+    return len(set(range(1, epochs + 1)) - recorded)
 
 
 def as_numbers(row: Mapping[str, Json]) -> Row:

@@ -50,14 +50,16 @@ class Journal(Callback):
 
     def on_restore(self, run: Run, path: Path | None) -> None:
         self._is_silent = False
-        for event in run.backend.member.events if run.backend.member else ():
-            self._write(run, event["event"], worker=event["worker"], how=event.get("how", ""))
+        if run.backend.member:
+            for event in run.backend.member.events:
+                self._write(run, event["event"], worker=event["worker"], how=event.get("how", ""))
         # Compared as JSON, in which nan is a text: as a float, nan equals nothing, not even itself.
         recorded = jsonable(history.until(read_history(run.directory / NAME), run.progress.step))
         rows = jsonable(run.history)
         # They differ where the run goes on from another directory, an older version, or an attempt without a journal.
         extra = {} if recorded == rows else {"history": rows}
-        self._write(run, "restore", checkpoint=path.name if path else None, **extra)
+        name = path.name if path else None
+        self._write(run, "restore", checkpoint=name, **extra)
 
     def on_fit_start(self, run: Run) -> None:
         self._last = run.progress.step
@@ -125,7 +127,7 @@ def append(run: Run, event: str, **more: Json) -> None:
 
 def _append(path: Path, file: IO[bytes], line: bytes) -> None:
     """Adds a line to a journal that is open."""
-    # Looked at each time: a full disk or a kill may have torn the last line, of whichever writer. It is ended first, so
+    # Checked each time: a full disk or a kill may have torn the last line of any writer. A torn line is ended first, so
     # that it spoils no other.
     if _ends_torn(file.fileno()):
         line = b"\n" + line

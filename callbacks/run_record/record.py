@@ -92,7 +92,7 @@ class Record:
         less = lower_is_better(metric)
         if less is None:
             return None
-        finite = filter(lambda point: math.isfinite(point[1]), self.curves.get(metric, ()))
+        finite = [point for point in self.curves.get(metric, ()) if math.isfinite(point[1])]
         best_of = min if less else max  # of equal values, both take the first one
         return best_of(finite, key=itemgetter(1), default=None)
 
@@ -146,7 +146,7 @@ class Reader:
     Args:
         path: the run directory.
         whole: see `read`.
-        elsewhere: the bytes of each checkpoint by name, where they aren't in the directory: it is a copy without them.
+        elsewhere: the bytes of each checkpoint by name, if the directory is a copy without checkpoints.
     """
 
     def __init__(self, path: Path, whole: bool = True, elsewhere: Mapping[str, int] | None = None) -> None:

@@ -138,10 +138,14 @@ def _facts(of: Record) -> Iterator[str]:
 
 def _tiles(of: Record) -> Iterator[_Tile]:
     """The main numbers: progress, duration, speed, and three metrics."""
-    epochs = plural(of.epochs, "epoch") if of.epochs else ""
-    total = f"of {of.total_steps:,}" if of.total_steps not in (None, of.steps) else ""
-    yield _Tile("steps", f"{of.steps:,}", ", ".join(filter(None, (total, epochs))))
-    yield _Tile("duration", lasting(of.seconds), f"in {of.lives} attempts" if of.lives > 1 else "in one go")
+    notes = []
+    if of.total_steps not in (None, of.steps):
+        notes.append(f"of {of.total_steps:,}")
+    if of.epochs:
+        notes.append(plural(of.epochs, "epoch"))
+    yield _Tile("steps", f"{of.steps:,}", ", ".join(notes))
+    attempts = f"in {of.lives} attempts" if of.lives > 1 else "in one go"
+    yield _Tile("duration", lasting(of.seconds), attempts)
     if of.speed:
         yield _Tile("examples/s", f"{of.speed[-1][1]:,.0f}", "while training")
 
@@ -260,10 +264,11 @@ def _bar(title: str, seconds: Mapping[str, float]) -> _Bar:
             label = f"{part_name(name)}: {lasting(seconds[name])}, {share:.0f}%"
             parts.append(_Part(name, at, share, label))
             at += share
-    # Less than half a percent would read 0%.
-    shown = filter(lambda part: part.share >= 0.5, sorted(parts, key=lambda part: -part.share))
-    shares = " · ".join(f"{part_name(part.kind)} {part.share:.0f}%" for part in shown)
-    return _Bar(title, total, parts, shares)
+    shares = []
+    for part in sorted(parts, key=lambda part: -part.share):
+        if part.share >= 0.5:  # less would read 0%
+            shares.append(f"{part_name(part.kind)} {part.share:.0f}%")
+    return _Bar(title, total, parts, " · ".join(shares))
 
 
 def _fault_rows(of: Record) -> list[tuple[str, ...]]:

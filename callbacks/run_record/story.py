@@ -112,8 +112,10 @@ class TimeSplit:
 
     def add(self, seconds: Mapping[str, Json]) -> None:
         """Adds the seconds of a line."""
-        # Only with what came behind it: of an attempt that was killed, the start would seem to be all of its time.
-        parts = {"starting": self.starting, **as_seconds(seconds)} if self.starting else as_seconds(seconds)
+        parts = as_seconds(seconds)
+        # Added with the attempt's first line of times: a killed attempt without one would seem to have only started.
+        if self.starting:
+            parts = {"starting": self.starting, **parts}
         self.starting = 0.0
         for part, duration in parts.items():
             self.seconds[part] = self.seconds.get(part, 0.0) + duration
@@ -174,7 +176,7 @@ class Story:
         entry = parsed(line)
         if entry.get("event") == "restore":
             self._read_skipped()  # the attempt before ended at that line
-        self.skipped = b""  # the attempt goes on behind that line, which would take it back to an earlier step
+        self.skipped = b""  # the new line is of a later step than the skipped one
         self._read(entry)
 
     def end(self) -> None:

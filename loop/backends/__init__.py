@@ -24,11 +24,7 @@ _BEFORE_THE_TASK = ("multiworker", "parameter_server", "tpu")
 
 
 def with_task(
-    load: Callable[[], Loaded],
-    name: str,
-    workers: int | None = None,
-    threads: int | None = None,
-    **options: Any,
+    load: Callable[[], Loaded], name: str, workers: int | None = None, threads: int | None = None, **options: Any
 ) -> tuple[Loaded, Backend]:
     """Loads a task and makes the backend of this name, in the order that TensorFlow needs.
 

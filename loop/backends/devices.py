@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from callbacks.formats import plural
 from loop.backends.xla_cache import keep_programs
 from loop.errors import UsageError
 from loop.launch import machine
@@ -54,7 +55,8 @@ def prepare(
     own_several(backend, per_replica)  # before `use_gpus`, which asks how many GPUs a replica owns
     _warn_of_unused_gpus()
     is_worker = backend in ("horovod", "multiworker")
-    gpus = use_gpus(local_rank() if is_worker else None)
+    own_gpu = local_rank() if is_worker else None
+    gpus = use_gpus(own_gpu)
     if threads is None and is_worker and not gpus:
         threads = _share_of_cores()
     if threads is not None:
@@ -83,7 +85,7 @@ def _warn_of_unused_gpus() -> None:
     present = machine.count_gpus()
     if present and not tf.config.list_physical_devices("GPU"):
         warnings.warn(
-            f"this machine has {present} GPU{'s' * (present > 1)}, which TensorFlow can't load: the CPU does the work. "
+            f"this machine has {plural(present, 'GPU')}, which TensorFlow can't load: the CPU does the work. "
             "Install CUDA's libraries (uv sync --extra gpu; pip install 'tfloop[gpu]') and look at nvidia-smi; or set "
             "CUDA_VISIBLE_DEVICES=-1, if the CPU is meant",
             stacklevel=2,
@@ -117,7 +119,8 @@ def own_several(backend: str, per_replica: int | None) -> None:
     if kind == "CPU":
         _make_logical_cpus(count)  # whether all are there is checked later, since that starts TensorFlow
         return
-    gpus = use_gpus(local_rank() if backend == "horovod" else None)
+    own_rank = local_rank() if backend == "horovod" else None
+    gpus = use_gpus(own_rank)
     if len(gpus) < count:
         raise UsageError(f"devices_per_replica={count}: this replica has {len(gpus)} GPU(s)")
 
@@ -203,7 +206,7 @@ def alike(replicas: int) -> str:
     logical_cpus(replicas)
     text = f"{replicas} logical CPU devices"
     if gpus:
-        text += f", since this machine has {len(gpus)} GPU{'s' * (len(gpus) > 1)} and {replicas} replicas need as many"
+        text += f", since this machine has {plural(len(gpus), 'GPU')} and {replicas} replicas need as many"
     return text
 
 
@@ -320,11 +323,7 @@ def gpu_identity(gpus: Sequence[tf.config.PhysicalDevice]) -> int:
     device = ctypes.c_int()
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
-        codes = [
-            cuda.cuInit(0),
-            cuda.cuDeviceGet(ctypes.byref(device), ordinal),
-            cuda.cuDeviceGetUuid_v2(uuid, device),
-        ]
+        codes = [cuda.cuInit(0), cuda.cuDeviceGet(ctypes.byref(device), ordinal), cuda.cuDeviceGetUuid_v2(uuid, device)]
     except (OSError, AttributeError):  # no such library, or an old one
         return 0
     if any(codes):  # a call into CUDA has failed

@@ -157,11 +157,7 @@ def _start(check: Callable[[], None] = lambda: None) -> None:
 
 
 def _check_size(workers: int) -> None:
-    """Refuses a job whose MPI doesn't connect all workers: each part would train alone, as if it were the whole job.
-
-    Raises:
-        UsageError: Horovod's MPI has another number of workers than the launcher has started.
-    """
+    """Refuses a job whose MPI doesn't connect all workers: each part would train alone, as if it were the whole job."""
     expected = job_size()
     if expected not in (None, workers):
         raise UsageError(
@@ -181,8 +177,8 @@ def _meet(check: Callable[[], None] = lambda: None) -> None:
     Raises:
         UsageError: there are other ranks, but no variable says where to meet them, or it has no port.
     """
-    place = horovod_meets_at()
-    if place is None:
+    server = horovod_meets_at()
+    if server is None:
         if (job_size() or 1) > 1 and not hvd.mpi_built():  # Horovod would abort the process
             raise UsageError(
                 f"HOROVOD_SIZE={job_size()} without HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT, where its workers "
@@ -194,7 +190,7 @@ def _meet(check: Callable[[], None] = lambda: None) -> None:
 
     def ask(method: str, rank: int) -> bool:
         check()
-        connection = http.client.HTTPConnection(*place, timeout=10)
+        connection = http.client.HTTPConnection(*server, timeout=10)
         try:
             connection.request(method, f"/tfloop/rank-{rank}", body=b"here")
             return connection.getresponse().status == http.client.OK
@@ -206,7 +202,8 @@ def _meet(check: Callable[[], None] = lambda: None) -> None:
     own = job_rank()
     peers: dict[str, Callable[[], bool]] = {}
     for rank in range(job_size() or 1):
-        peers[f"rank {rank}"] = functools.partial(ask, "PUT" if rank == own else "GET", rank)
+        method = "PUT" if rank == own else "GET"
+        peers[f"rank {rank}"] = functools.partial(ask, method, rank)
     await_peers(peers)
 
 

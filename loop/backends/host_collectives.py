@@ -97,8 +97,9 @@ class HostCollectives:
             size = -(-value.nbytes // 4) * 4  # rounded up to whole words
             padded = value.tobytes().ljust(size, b"\0")
             words = np.frombuffer(padded, np.int32).astype(np.int64)
-            # The others need `words` only for its shape, which must be the same on all workers.
-            words = self.sum_on_host(words if self.is_chief else np.zeros_like(words))
+            if not self.is_chief:
+                words = np.zeros_like(words)
+            words = self.sum_on_host(words)
             data = words.astype(np.int32).tobytes()[: value.nbytes]
             variable.assign(np.frombuffer(data, value.dtype).reshape(value.shape))
 

@@ -32,7 +32,9 @@ def _own_or_sent(send: Callable[..., Callable[[], tf.Tensor]], arguments: Mappin
     """The first value of a variable, which alone may tell its type."""
     with tf.device(arguments["device"]):
         given = arguments["initial_value"]
-        value = tf.convert_to_tensor(given() if callable(given) else given, arguments.get("dtype"))
+        if callable(given):
+            given = given()
+        value = tf.convert_to_tensor(given, arguments.get("dtype"))
     if value.dtype not in SENT:
         return value
     return send(replica_id=0, **{**arguments, "initial_value": value})()

@@ -99,7 +99,8 @@ class ParameterServer(StrategyBackend):
             )
         _check_source("train_data()", data.train)
         for name, source in data.evaluated.items():
-            _check_source(f"eval_data()[{name!r}]" if name else "eval_data()", source)
+            what = f"eval_data()[{name!r}]" if name else "eval_data()"
+            _check_source(what, source)
         for option, value, instead in (
             ("precision", "mixed_float16", "workers can't agree on a loss scale; use bfloat16"),
             ("compile", "xla", "its programs need the variables where they run; use graph"),
@@ -273,7 +274,10 @@ def _whole(variable: Variable, gradients: Sequence[Gradient]) -> Gradient:
     # The objective may depend on some of the shards alone. Sparse gradients are made dense, so that all can be joined.
     parts = []
     for shard, gradient in zip(shards(variable), gradients, strict=True):
-        parts.append(tf.zeros_like(shard) if gradient is None else tf.convert_to_tensor(gradient))
+        if gradient is None:
+            parts.append(tf.zeros_like(shard))
+        else:
+            parts.append(tf.convert_to_tensor(gradient))
     return tf.concat(parts, 0)
 
 

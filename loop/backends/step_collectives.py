@@ -59,7 +59,9 @@ class StepCollectives(HostCollectives):
         tables = []
         for tensor in tensors:
             zeros = tf.zeros_like(tensor)
-            tables.append(tf.where(is_own_row, tensor, zeros if tensor.dtype.is_integer else -zeros))
+            if not tensor.dtype.is_integer:
+                zeros = -zeros
+            tables.append(tf.where(is_own_row, tensor, zeros))
         return self.all_reduce(tables)
 
     def gather_rows(self, rows: tf.Tensor) -> tf.Tensor:
@@ -124,7 +126,10 @@ def in_types(
     """
     sent = []
     for tensor in tensors:
-        sent.append(tensor if tensor.dtype in types else _sendable(tensor))
+        if tensor.dtype in types:
+            sent.append(tensor)
+        else:
+            sent.append(_sendable(tensor))
     return list(map(_received, of_one_dtype(reduce, sent), tensors))
 
 

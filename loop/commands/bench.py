@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from callbacks.files import read_json
+from callbacks.formats import plural
 from callbacks.throughput_probe import ThroughputProbe
 from callbacks.types import JsonObject
 from loop.commands import command_line, terminal, trial
@@ -46,7 +47,7 @@ class Contender:
     def __str__(self) -> str:
         if self.steps is None:
             return self.name
-        return f"{self.name}, {self.steps} step{'s' * (self.steps > 1)} a call"
+        return f"{self.name}, {plural(self.steps, 'step')} a call"
 
     @property
     def speed(self) -> float:
@@ -58,14 +59,14 @@ class Contender:
 class Report:
     """What was measured."""
 
-    target: str  # of the task
-    batch_size: int  # the global batch
-    rounds: int  # how often
+    target: str  # the target of the task
+    batch_size: int  # the size of the global batch
+    rounds: int  # how often each contender was measured
     contenders: list[Contender]  # tfloop first
 
     def best(self, name: str) -> Contender | None:
         """The fastest way of a contender; None: it was not measured."""
-        ways = filter(lambda contender: contender.name == name and contender.speeds, self.contenders)
+        ways = [contender for contender in self.contenders if contender.name == name and contender.speeds]
         return max(ways, key=attrgetter("speed"), default=None)
 
 
@@ -122,14 +123,14 @@ def _measure_other(contender: Contender, asked: JsonObject, directory: Path) -> 
     """Measures another contender. What can't be measured has its reason noted."""
     way = {"contender": contender.name, "steps": contender.steps, "out": str(directory / "out.json")}
     code = trial.run_module(_MODULE, [json.dumps(asked | way)], directory)
-    found = read_json(directory / "out.json")
+    answer = read_json(directory / "out.json")
     # Its own reason, if it had time to write one; else what the process has said.
-    contender.problem = found.get("problem", "")
+    contender.problem = answer.get("problem", "")
     if code and not contender.problem:
         contender.problem = trial.problem(code, directory)
     if not contender.problem:
-        contender.speeds.append(found["examples_per_second"])
-        contender.left_out = found["left_out"]
+        contender.speeds.append(answer["examples_per_second"])
+        contender.left_out = answer["left_out"]
 
 
 def lines(report: Report) -> Iterator[RenderableType | tuple[str, bool | None]]:

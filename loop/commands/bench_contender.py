@@ -32,7 +32,7 @@ class _NotComparableError(Exception):
 
 
 def main() -> None:
-    """Measures what is asked for on the command line, as JSON, and writes what was found to a file."""
+    """Makes the measurement that the command line asks for, as JSON, and writes the answer to a file."""
     asked = json.loads(sys.argv[1])
     with stderr.quiet_start(says=False):
         from loop.backends import devices
@@ -41,10 +41,10 @@ def main() -> None:
         devices.prepare()  # before the task is loaded: its code may use TensorFlow
         task = task_loader.load(asked["target"], asked["assignments"])
     try:
-        found: dict[str, object] = {"examples_per_second": _speed(task, asked), "left_out": _left_out(task)}
+        answer: dict[str, object] = {"examples_per_second": _speed(task, asked), "left_out": _left_out(task)}
     except (_NotComparableError, UsageError) as error:
-        found = {"problem": str(error)}
-    write_text(Path(asked["out"]), json.dumps(found))
+        answer = {"problem": str(error)}
+    write_text(Path(asked["out"]), json.dumps(answer))
 
 
 def _speed(task: TrainTask, asked: JsonObject) -> float:
@@ -76,8 +76,9 @@ def _check(task: TrainTask) -> None:
         "has several phases": task.phases(),
         f"trains in {precision} by itself, and a plain loop would in float32": precision != DEFAULTS["precision"],
     }
-    for problem in filter(problems.get, problems):
-        raise _NotComparableError(f"the task {problem}")
+    for problem, is_there in problems.items():
+        if is_there:
+            raise _NotComparableError(f"the task {problem}")
 
 
 def _left_out(task: TrainTask) -> str:
@@ -94,14 +95,14 @@ def _clipped(task: TrainTask, gradients: Sequence[tf.Tensor]) -> Sequence[tf.Ten
     from loop.step.gradients import clipped
 
     options = with_defaults(task, {})
-    places = []
-    for place, gradient in enumerate(gradients):
+    by_index = {}
+    for index, gradient in enumerate(gradients):
         if gradient is not None:
-            places.append(place)
-    given = clipped(list(map(gradients.__getitem__, places)), options["clip_norm"], options["clip_value"], False)
+            by_index[index] = gradient
+    small = clipped(list(by_index.values()), options["clip_norm"], options["clip_value"], False)
     result = list(gradients)
-    for place, gradient in zip(places, given, strict=True):
-        result[place] = gradient
+    for index, gradient in zip(by_index, small, strict=True):
+        result[index] = gradient
     return result
 
 

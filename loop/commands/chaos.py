@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from callbacks.example_log import differences, used
+from callbacks.formats import plural
 from callbacks.types import JsonObject
 from loop.checkpoint import checkpoint_files
 from loop.checkpoint.store import address, copies
@@ -57,20 +58,20 @@ class Report:
     """What `chaos` found."""
 
     target: str  # the task
-    backend: str  # its name
-    replicas: int  # how many
-    steps: int  # that were made
-    # By where they hit, which is where they were found to have hit.
+    backend: str  # the name of the backend
+    replicas: int  # the number of replicas
+    steps: int  # the steps of the undisturbed run
+    # The number of kills by what they have hit, as the files showed afterwards.
     kills: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     attempts: int = 0  # processes, or jobs, that were started for the runs with kills
-    runs: int = 0  # that came to their end in spite of kills
+    runs: int = 0  # the runs that came to their end in spite of kills
     # Whether all of them ended with the weights of the undisturbed one: to the bit, or to rounding if they have moved.
     same_weights: bool = True
     distance: float = 0.0  # how far their weights are from those of the undisturbed one, at most; see `ROUNDING`
-    # Of a run that moves: the backend and the workers of each, in turn.
+    # For runs that move: the backend and the workers of each machine, in turn.
     machines: list[str] = dataclasses.field(default_factory=list)
     same_examples: bool = True  # whether all of them used the same examples in the same order, each once in an epoch
-    problems: list[str] = dataclasses.field(default_factory=list)  # what went wrong, first things first
+    problems: list[str] = dataclasses.field(default_factory=list)  # what went wrong, in order
     seconds: float = 0.0  # how long it took
 
     @property
@@ -113,7 +114,7 @@ def chaos(
     while aim.left and not report.problems:
         report.runs += 1
         name = f"killed-{report.runs}"
-        url = folder and f"{folder}/{name}"
+        url = f"{folder}/{name}" if folder else None
         run = Run(directory / name, arguments, plan.checkpoint_every or str(every), url)
         _until_it_ends(run, machines, aim, report, patience, progress)
         if run.finished:
@@ -144,7 +145,7 @@ def _folder(plan: Plan, directory: Path) -> str | None:
     folder = plan.store or (f"file://{address.quoted(str(directory))}/store" if plan.migrate else None)
     if folder is None:
         return None
-    Bucket(folder, make=True).keys("")  # an error of the store comes before an hour of training
+    Bucket(folder, make=True).keys("")  # so that an error of the store shows now, and not after an hour of training
     # A name of its own: the folder of the user may have runs of an earlier `chaos`.
     return f"{folder}/chaos-{secrets.token_hex(4)}"
 
@@ -191,17 +192,13 @@ def _report(target: str, reference: Reference) -> Report:
 
 
 def _until_it_ends(
-    run: Run,
-    machines: Sequence[Machine],
-    aim: Aim,
-    report: Report,
-    patience: float,
-    progress: Callable[[str], None],
+    run: Run, machines: Sequence[Machine], aim: Aim, report: Report, patience: float, progress: Callable[[str], None]
 ) -> None:
     """Makes attempts of a run until it has ended, or something went wrong."""
     for machine in itertools.cycle(machines):
         # The last attempt, which isn't killed, runs on the machine of the undisturbed run.
-        run.move(machine if aim.left else machines[-1])
+        next_machine = machine if aim.left else machines[-1]
+        run.move(next_machine)
         report.attempts += 1
         goal = f"a kill {aim.left[0]}" if aim.left else "to its end"
         progress(f"run {report.runs}, attempt {report.attempts}: {goal}")
@@ -239,8 +236,8 @@ def _compare(report: Report, run: Run, reference: Reference) -> None:
     is_rounding = bool(report.machines) and distance <= ROUNDING
     if weights != expected and not is_rounding:
         report.same_weights = False
-        found = f"weights {weights[:12]}..., without kills {expected[:12]}...; {distance:.1e} apart"
-        report.problems.append(f"run {report.runs}: {found}")
+        difference = f"weights {weights[:12]}..., without kills {expected[:12]}...; {distance:.1e} apart"
+        report.problems.append(f"run {report.runs}: {difference}")
     if run.url is not None and (objects := copies.leftovers(run.url)):
         report.problems.append(
             f"run {report.runs}: its store has {len(objects)} objects too many, such as {objects[0]}"
@@ -272,7 +269,7 @@ def as_json(report: Report) -> JsonObject:
 
 def lines(report: Report) -> Iterator[tuple[str, bool | None]]:
     """The report for people, line by line: its text, and whether it is good (True) or bad (False) news."""
-    replicas = f"{report.replicas} replica{'s' * (report.replicas > 1)}"
+    replicas = plural(report.replicas, "replica")
     yield f"{report.target}: {report.steps} steps on {report.backend}, {replicas}; {report.seconds:.0f} s", None
     yield "", None
     yield f"{'kill -9':26}{sum(report.kills.values()):>5}", None

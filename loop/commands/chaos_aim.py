@@ -58,7 +58,7 @@ class Aim:
         # The attempt goes on from the newest checkpoint, step-<number>.
         done = int(checkpoints[-1].name.removeprefix("step-")) if checkpoints else 0
 
-        # On average as many steps as bring the run to its end with the last kill; more than are lost by a kill.
+        # On average, the steps that are left divided by the kills that are left; but more steps than a kill loses.
         all_steps = self._reference.result["steps"]
         steps = self._draw.uniform(0.2, 1.8) * max(self._every, (all_steps - done) / (len(self.left) + 1))
         steps /= 2**self._misses

@@ -52,11 +52,13 @@ def compare(*results: FitResult | str | Path) -> Comparison:
     """
     if len(results) < 2:
         raise UsageError(f"compare() of {len(results)} runs: give at least 2, such as compare(one, other)")
+    names = []
     for result in results:
         if not isinstance(result, FitResult | str | Path):
             what = type(result).__name__
             raise UsageError(f"compare(): a {what} is no run: give results of fit, run directories or names")
+        path = result.run_dir if isinstance(result, FitResult) else result
+        names.append(str(path))
     # By name, as on the command line: `several` also refuses a run that is given twice.
-    names = [str(result.run_dir if isinstance(result, FitResult) else result) for result in results]
     paths = runs.several(runs.ROOT, names)
     return Comparison(list(map(read, paths)))

@@ -13,7 +13,7 @@ from loop.target.task_loader import SHIPPED
 
 
 def targets(incomplete: str) -> list[str]:
-    """The shipped examples, and the classes in Python files whose path begins so."""
+    """The shipped examples, and the classes in Python files, whose names begin with what was typed."""
     names = list(SHIPPED)
     start = incomplete.partition(":")[0]
     paths = [Path(start)] if start.endswith(".py") else _beginning(start, "*.py")
@@ -28,7 +28,7 @@ def backends(incomplete: str) -> list[str]:
 
 
 def run_dirs(incomplete: str) -> list[str]:
-    """The run directories in `runs/`, and those whose path begins so."""
+    """The run directories in `runs/`, and others, whose paths begin with what was typed."""
     manifests = [*Path("runs").glob("*/run.json"), *_beginning(incomplete, "*/run.json")]
     directories = [str(manifest.parent) for manifest in manifests]
     return _starting(dict.fromkeys(directories), incomplete)  # each once, in order
@@ -41,12 +41,12 @@ def runs(incomplete: str) -> list[str]:
 
 
 def _starting(names: Iterable[str], incomplete: str) -> list[str]:
-    """Those of the names that begin so."""
+    """The names that begin with what was typed."""
     return [name for name in names if name.startswith(incomplete)]
 
 
 def _beginning(start: str, pattern: str) -> list[Path]:
-    """The paths of this pattern that begin so."""
+    """The paths of this pattern that begin with what was typed."""
     directory, _, name = start.rpartition("/")
     root = "/" if start.startswith("/") else "."  # where what is typed so far has no directory
     return sorted(Path(directory or root).glob(glob.escape(name) + pattern))

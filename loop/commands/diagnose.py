@@ -82,7 +82,8 @@ def _compute(task: TrainTask, options: Options, precision: str) -> list[str]:
     row_random.reseed(built.model)
     row_random.by_row()
     with keras_precision(precision):
-        probe = _Probe(task, built, batch, 1e-9 if precision == "float64" else 1e-4)
+        bound = 1e-9 if precision == "float64" else 1e-4
+        probe = _Probe(task, built, batch, bound)
         return list(probe.causes(options))
 
 

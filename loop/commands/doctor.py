@@ -32,7 +32,7 @@ def examine() -> list[Finding]:
 
 
 def table(findings: Sequence[Finding]) -> Table:
-    """The findings for people: the state in its color, and below what is missing or broken how to mend it."""
+    """The findings for people: the state in its color; below what is missing or broken, the fix."""
     colors = {"ok": "green", "missing": "yellow", "broken": "red"}
     rows = []
     for entry in findings:
@@ -106,12 +106,7 @@ def _horovod() -> Finding:
         return finding("Horovod", "missing", missing, "without it, --workers N uses multiworker")
     import horovod.tensorflow as hvd
 
-    parts = {
-        "gloo": hvd.gloo_built(),
-        "mpi": hvd.mpi_built(),
-        "nccl": bool(hvd.nccl_built()),
-        "cuda": hvd.cuda_built(),
-    }
+    parts = {"gloo": hvd.gloo_built(), "mpi": hvd.mpi_built(), "nccl": bool(hvd.nccl_built()), "cuda": hvd.cuda_built()}
     # Without either of these two, its workers can't find each other.
     state = "ok" if parts["gloo"] or parts["mpi"] else "broken"
     return finding("Horovod", state, f"{version('horovod')}, built with: {_yes_or_no(parts)}")
@@ -158,11 +153,15 @@ def _mlflow() -> Finding:
     found = f"{version('mlflow')}, store {redact(uri)}"
     if path := sqlite_path(uri):
         # The file, or the directory in which it would be made.
-        there = path if path.exists() else next(filter(Path.exists, path.parents))
-        if not os.access(there, os.W_OK):
-            fix = f"{there} can't be written: go elsewhere, or set MLFLOW_TRACKING_URI"
+        existing = path
+        while not existing.exists():
+            existing = existing.parent
+        if not os.access(existing, os.W_OK):
+            fix = f"{existing} can't be written: go elsewhere, or set MLFLOW_TRACKING_URI"
             return finding("MLflow", "broken", found, fix)
-        return finding("MLflow", "ok", found + ("" if path.exists() else " (made by the first run)"))
+        if existing != path:
+            found += " (made by the first run)"
+        return finding("MLflow", "ok", found)
     from mlflow import MlflowClient  # only where a server is to be asked: the import takes seconds
 
     # A server that doesn't answer is a finding, not worth minutes of waiting.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import callbacks
 from callbacks import Callback, Metrics, Run
 from callbacks.epoch_lines import numbers
-from callbacks.formats import size
+from callbacks.formats import plural, size
 from callbacks.learning_rate import optimizers_of, own_rate, rate_of
 from callbacks.throughput_probe import peak_memory
 from callbacks.types import Data, JsonObject, Tensors, Variable
@@ -225,7 +225,9 @@ def _memory(memory: About, workers: int, replicas: int) -> str:
 
 
 def _rate(rate: About) -> str:
-    classes = ", ".join(filter(None, [rate["optimizer"], rate["schedule"]]))
+    classes = rate["optimizer"]
+    if rate["schedule"]:
+        classes += f", {rate['schedule']}"
     return f"{rate['name']} {rate['rate']:.6g} ({classes})".strip()
 
 
@@ -246,5 +248,5 @@ def _steps(per_epoch: int | None, total: int | None) -> str:
 
 
 def _topology(workers: int, replicas: int) -> str:
-    text = f"{replicas} replica{'s' * (replicas > 1)}"
+    text = plural(replicas, "replica")
     return f"{text} in {workers} workers" if workers > 1 else text

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from callbacks.files import ROOT
+from callbacks.side_process import search_path
 from loop.backends.base import Backend
 from loop.commands import conversion, serving_layout
 from loop.data import Source
@@ -132,7 +132,8 @@ def compare(served: Served, partial: Path, out: Path, target: str | None) -> str
     inputs = served.named_example()
     loaded = _loaded_outputs(served, inputs, partial, out, target)
     # A Keras file is called as the model is, and not by a signature with named inputs.
-    expected = as_arrays(served.call(served._inputs.value) if is_keras else served.outputs())
+    outputs = served.call(served._inputs.value) if is_keras else served.outputs()
+    expected = as_arrays(outputs)
     if _shapes(loaded) != _shapes(expected):
         names = ", ".join(loaded)
         raise TrainingError(f"{out} is not written: loaded in a new process, it has other outputs: {names}")
@@ -152,8 +153,6 @@ def _loaded_outputs(
     is_keras = out.suffix == ".keras"
     family = "tf_keras" if is_legacy(served.model) else "keras"
     how = {"call": served.skeleton() if is_keras else None, "family": family, "target": target}
-    # The new process imports this tfloop, and with -P nothing that lies in the working directory by chance.
-    search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory(prefix="tfloop-export-") as directory:
         question = Path(directory, "inputs.npz")
         answer = Path(directory, "outputs.npz")
@@ -161,11 +160,12 @@ def _loaded_outputs(
         np.savez(question, allow_pickle=False, **arrays)
         arguments = [str(partial), str(question), str(answer), json.dumps(how, default=str)]
         done = subprocess.run(
+            # With -P, it imports nothing that lies in the working directory by chance.
             [sys.executable, "-P", "-m", "loop.commands.check_export", *arguments],
             capture_output=True,
             text=True,
             # On the CPU, as this process: a GPU would round differently.
-            env={**os.environ, "PYTHONPATH": search_path, "CUDA_VISIBLE_DEVICES": "-1"},
+            env={**os.environ, "PYTHONPATH": search_path(), "CUDA_VISIBLE_DEVICES": "-1"},
         )
         if done.returncode:
             said = done.stderr.strip().splitlines()

@@ -95,7 +95,7 @@ class Run:
             try:
                 yield attempt
             finally:
-                attempt.gone(0)  # also after an error or a signal: nothing goes on training behind the command
+                attempt.gone(0)  # also after an error or a signal: no process may outlive the command
                 self.code = attempt.process.wait()
 
     def result(self) -> JsonObject:
@@ -114,8 +114,10 @@ class Run:
     def last_line(self) -> str:
         """The last line that the run wrote to stderr."""
         lines = (self.directory / "stderr").read_text(errors="replace").split("\n")
-        from_the_end = map(str.strip, reversed(lines))
-        return next(filter(None, from_the_end), "it ended without a word")
+        for line in reversed(lines):
+            if line.strip():
+                return line.strip()
+        return "it ended without a word"
 
     def unfinished_checkpoints(self) -> dict[str, int]:
         """The inodes, by name, of checkpoints that are half written, and newer than all complete ones."""
@@ -147,8 +149,11 @@ class Attempt:
 
     def trained(self) -> int:
         """How much it has trained: the bytes in its logs of examples, without their first lines."""
-        own = filter(lambda path: path.name not in self._files_before, self.run.examples.iterdir())
-        return sum(max(0, path.stat().st_size - _FIRST_LINE) for path in own)
+        trained = 0
+        for path in self.run.examples.iterdir():
+            if path.name not in self._files_before:
+                trained += max(0, path.stat().st_size - _FIRST_LINE)
+        return trained
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = math.inf, pause: float = 0.01) -> bool:
         """Waits until the condition holds; returns False if the attempt ended before that, or the time was over."""

@@ -91,7 +91,10 @@ class Report:
     @property
     def best(self) -> Row | None:
         """The row that fits and costs the least time; None: none fits, or there is no limit."""
-        return next(filter(attrgetter("fits"), self.rows), None)
+        for row in self.rows:  # the fastest first
+            if row.fits:
+                return row
+        return None
 
 
 def parse_size(text: str) -> float:
@@ -259,7 +262,7 @@ def _verdict(report: Report) -> Iterator[str]:
         yield "--memory 16GB says which is the fastest that fits in so much"
         return
     limit = size(report.limit)
-    if not all(map(attrgetter("fits"), report.rows)):
+    if any(not row.fits for row in report.rows):
         yield f"! doesn't fit in {limit}"
     if report.best is None:
         yield f"none fits in {limit}: the smallest is {smallest.name}, {size(smallest.total)}"

@@ -132,15 +132,12 @@ def _in_order(data: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _source(session: Session, data: Any) -> Source:
-    """The examples, in order.
-
-    Raises:
-        UsageError: the task has no such data, or it has no end.
-    """
+    """The examples, in order. Refuses data that the task doesn't have, and data without an end."""
     kind = type(session.task).__name__
     batching = BatchOptions(session.phase_options["batch_size"], prefetch=session.phase_options["prefetch"])
     if not is_own(data):
-        return source(_inputs(data), batching, f"DATA {data}" if isinstance(data, str | Path) else "data")
+        label = f"DATA {data}" if isinstance(data, str | Path) else "data"
+        return source(_inputs(data), batching, label)
 
     examples: Source | None
     if data == "train":
@@ -164,11 +161,7 @@ def _reads_eval(task: TrainTask, data: Any) -> bool:
 
 
 def _evaluated(session: Session, data: str) -> Source | None:
-    """The evaluation set of a name; "eval" is the only one.
-
-    Raises:
-        UsageError: there is no such set, or several.
-    """
+    """The evaluation set of a name; "eval" is the only one. Refuses a name without a set, and "eval" of several."""
     sets = session.data.evaluated
     if data in sets:
         return sets[data]
@@ -275,7 +268,7 @@ def _about(session: Session, data: Any, examples: Source) -> dict[str, Any]:
 
 
 def _described(data: Any) -> str:
-    """What tells data from other data."""
+    """A text that other data doesn't have, as far as that is known without reading all of it."""
     if isinstance(data, str | Path):
         path = Path(data)
         if is_own(data):  # the task's name and fields, which are compared too, stand for its contents

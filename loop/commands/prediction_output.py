@@ -33,16 +33,12 @@ def parts_directory(out: Path) -> Path:
 
 
 def manifest_path(out: Path) -> Path:
-    """The file that says what the parts are of."""
+    """The file that describes the prediction to which the parts belong."""
     return parts_directory(out) / _MANIFEST
 
 
 def check_out(out: Path) -> None:
-    """Refuses a file that can't be written, or that is there and isn't of an interrupted prediction.
-
-    Raises:
-        UsageError: why.
-    """
+    """Refuses a file that can't be written, or that is there and isn't of an interrupted prediction."""
     if out.suffix not in OUT_ENDINGS:
         raise UsageError(f"--out {out}: there is no such format: give a name that ends in {', '.join(OUT_ENDINGS)}")
     if not out.parent.is_dir():

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import itertools
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any
 
@@ -93,8 +91,11 @@ class Parts:
 
     def complete(self) -> list[int]:
         """The parts that are complete, increasing."""
-        stems = map(attrgetter("stem"), self.directory.glob("*.part"))
-        return sorted(map(int, filter(str.isdecimal, stems)))
+        numbers = []
+        for path in self.directory.glob("*.part"):
+            if path.stem.isdecimal():
+                numbers.append(int(path.stem))
+        return sorted(numbers)
 
     def write(self, part: int, blocks: Iterable[Columns]) -> None:
         """Writes a part, block by block."""
@@ -162,7 +163,7 @@ class StoredRows:
     @property
     def row_bytes(self) -> int:
         """The bytes of a row of all arrays."""
-        return sum(itertools.starmap(_bytes, self.specs.values()))
+        return sum(_bytes(dtype, shape) for dtype, shape in self.specs.values())
 
     def blocks(self) -> Iterator[Columns]:
         """All blocks, in order."""

@@ -79,7 +79,9 @@ def replay(task: TrainTask, path: str | Path) -> Replay:
     recorder = _Recorder(model, session.backend)
     step = session.make_step(Data(source, None), recorder)
 
-    variables = named_variables_of(session.built) | numbered("scale", step.scale.variables if step.scale else [])
+    variables = named_variables_of(session.built)
+    if step.scale:
+        variables |= numbered("scale", step.scale.variables)
     variables |= numbered("carried", carried_variables(model))
     # A checkpoint also holds the batch, moving averages and iterators, which this step doesn't have.
     kinds = {name.partition("/")[0] for name in variables}
@@ -158,7 +160,9 @@ class _Recorder(GradientObserver):
         for name, value in values.items():
             for number, tensor in enumerate(tf.nest.flatten(value)):
                 key = f"{name}_{number}" if number else name
-                self._keep(f"{optimizer}_{key}" if optimizer else key, tensor, part)
+                if optimizer:
+                    key = f"{optimizer}_{key}"
+                self._keep(key, tensor, part)
 
     def _keep(self, key: str, tensor: tf.Tensor, part: tf.Tensor) -> None:
         def keep(value: np.ndarray, part: np.ndarray) -> None:

@@ -98,7 +98,7 @@ def callback_arguments(about: Mapping[str, object], is_own: bool) -> Iterator[st
 
 
 def left_out(first: Path, second: Path) -> Iterator[str]:
-    """What the first one of two runs had that the second one hasn't, each as a line."""
+    """What the first of two runs had and the second one lacks, a line each."""
     there = _callbacks(read_json(second / "run.json"))
     for key, text in _callbacks(read_json(first / "run.json")).items():
         if not text and key not in there:
@@ -134,7 +134,9 @@ def _typed(flag: str, value: object, option: Option) -> list[str]:
     """The words of a command line for an option of a run."""
     if isinstance(value, dict):  # of several evaluation sets, the pace of each
         value = [f"{name}={pace}" for name, pace in value.items()]
-    return words(flag, ",".join(map(str, value)) if isinstance(value, list) else value, option)
+    if isinstance(value, list):
+        value = ",".join(map(str, value))
+    return words(flag, value, option)
 
 
 def _check(record: Record) -> None:

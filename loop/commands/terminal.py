@@ -61,7 +61,8 @@ def as_text(part: RenderableType) -> str:
     """A line as it is; a drawing in lines: on a terminal with its width and colors, else plain and never broken."""
     if isinstance(part, str):
         return part
-    console = _console(width() if sys.stdout.isatty() else _ENDLESS)
+    columns = width() if sys.stdout.isatty() else _ENDLESS
+    console = _console(columns)
     with console.capture() as capture:
         console.print(part)
     # rich fills each line up to the width of the table.
@@ -94,7 +95,7 @@ def title(text: str) -> str:
 
 
 def counted(count: object, noun: str) -> str:
-    """A count with its noun, of which a damaged run directory may have no number."""
+    """A count with its noun. A damaged run directory may have something else than a number there."""
     return plural(count, noun) if isinstance(count, int) else f"? {noun}s"
 
 
@@ -106,10 +107,7 @@ def wrapped(text: str, indent: str = "") -> list[str]:
 
 
 def table(
-    rows: Sequence[Sequence[str]],
-    head: Sequence[str] = (),
-    right: Collection[int] = (),
-    spare: Sequence[int] = (),
+    rows: Sequence[Sequence[str]], head: Sequence[str] = (), right: Collection[int] = (), spare: Sequence[int] = ()
 ) -> Table:
     """Rows with columns. On a terminal, cells that are too long for their column go on below.
 
@@ -174,8 +172,9 @@ def _table(rows: Sequence[Sequence[str]], head: Sequence[str], right: Collection
 
     ruled = bool(head) and sys.stdout.isatty()
     # The box has a gap of its own between two columns, one blank wide.
+    gap = len(_GAP) - 1 if ruled else len(_GAP)
     drawn = Table(
-        box=box.SIMPLE_HEAD if ruled else None, padding=(0, len(_GAP) - ruled, 0, 0),
+        box=box.SIMPLE_HEAD if ruled else None, padding=(0, gap, 0, 0),
         show_header=bool(head), header_style="bold", show_edge=False, pad_edge=False,
     )  # fmt: skip
     for index in kept:

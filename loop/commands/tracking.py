@@ -60,7 +60,9 @@ def tracker(
         # "MLflowTracker(wait=...): give ...": the same text, with the option in place of the argument.
         what, fix = str(error).removeprefix("MLflowTracker(").split("): ", 1)
         names = {"uri": f"track {redact(track)}", "register": f"register {register}", "wait": f"track-wait {wait}"}
-        raise UsageError(f"--{names[what.partition('=')[0]]}: {fix}" + ", or off" * what.startswith("uri")) from None
+        if what.startswith("uri"):
+            fix += ", or off"
+        raise UsageError(f"--{names[what.partition('=')[0]]}: {fix}") from None
     return None if track == "off" else made
 
 
@@ -75,7 +77,7 @@ def seen(track: str | None, run_dir: str | None) -> str:
 
 
 def deliver(run_dir: Path, track: str | None, trusted: bool = False) -> None:
-    """Delivers what MLflow hasn't of a run that is over, and of the trials of a sweep.
+    """Delivers what MLflow still lacks of a run that is over, and of the trials of a sweep.
 
     Without a store, it is the one that the run was delivered to, if this user has made the run here; or, where the
     directory is trusted, the one that it names itself, without asking who wrote it.
@@ -100,12 +102,12 @@ def deliver(run_dir: Path, track: str | None, trusted: bool = False) -> None:
 
 
 def _is_deliverable(run_dir: Path) -> bool:
-    """Whether a directory is a run's that has something to tell."""
+    """Whether a directory is a run's, with a journal that can be delivered."""
     return is_plain(run_dir / journal.NAME) and "task" in read_json(run_dir / "run.json")
 
 
 def _deliver_rest(run_dir: Path, track: str | None, trusted: bool) -> str:
-    """Delivers what MLflow hasn't of one run, and returns the store."""
+    """Delivers what MLflow still lacks of one run, and returns the store."""
     from callbacks.mlflow import delivery
 
     check(run_dir / STATE)  # it is written, too
@@ -117,7 +119,7 @@ def _deliver_rest(run_dir: Path, track: str | None, trusted: bool) -> str:
             try:
                 _send(rest)
                 break
-            except Exception as error:  # whatever the store does
+            except Exception as error:  # a store may fail in any way
                 rest.disconnect()
                 if is_last:
                     text = f"MLflow at {redact(store)} did not take everything ({delivery.reason(error)})"

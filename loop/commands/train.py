@@ -45,7 +45,7 @@ def train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
     try:
         outcome = _train(typed, arguments)
     except OutOfMemoryError as error:
-        if JOB in os.environ:  # the launcher hears of it
+        if JOB in os.environ:  # the launcher makes the table
             raise
         outcome = (FAILED, str(error), None)
     # A command that measures settings itself reads why a trial has failed: no table for it.
@@ -265,8 +265,8 @@ def _connected(typed: SimpleNamespace, place: Place) -> contextlib.AbstractConte
     """Within it, the agents of the job's workers run on other machines."""
     files = hosts.files(typed.target_, typed.config_)
     if place.ray is not None:
-        at_url = isinstance(typed.run_dir, str)
-        return ray_cluster.connect(place.ray, place.backend, files, None if at_url else typed.run_dir)
+        run_dir = None if isinstance(typed.run_dir, str) else typed.run_dir  # a text is a URL
+        return ray_cluster.connect(place.ray, place.backend, files, run_dir)
     return ssh.connect(place.hosts, place.backend, files, typed.interface, typed.remote_python)
 
 
@@ -292,11 +292,7 @@ def _fields(result: object) -> JsonObject:
 
 
 def _work(
-    typed: SimpleNamespace,
-    given: Options,
-    place: Place,
-    chosen: callbacks.StandardSet,
-    beginning: contextlib.ExitStack,
+    typed: SimpleNamespace, given: Options, place: Place, chosen: callbacks.StandardSet, beginning: contextlib.ExitStack
 ) -> Outcome:
     """Trains in this process, which may be one of several; `beginning` is closed when it has the signals no more."""
     with reporting() as report:

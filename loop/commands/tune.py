@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -169,7 +169,8 @@ class _Tuner:
         assert best.against is not None
         close = [row for row in rows if row.speed >= _CLOSE * best.speeds[-1]]
         # In turns: a machine may become slower or faster with time. Each row has had its first trial already.
-        for _ in range(self._rounds - 1 if close else 0):
+        further_rounds = self._rounds - 1 if close else 0
+        for _ in range(further_rounds):
             for row in (best, *close):
                 self._measure(row)
 
@@ -211,14 +212,15 @@ class _Tuner:
             row.against = best.against * row.speed / best.speed
             # Memory grows linearly with the batch, so each doubling adds twice as much as the one before.
             growth = 2 * max(0, row.memory - rows[-1].memory)
-            fastest_before = max(map(attrgetter("speed"), rows))
+            fastest_before = max(before.speed for before in rows)
             slower = 0 if row.speed >= _GAIN * fastest_before else slower + 1
             rows.append(row)
         return rows[1:]
 
     def _measure(self, row: Row) -> None:
         """Makes a trial, and notes its outcome."""
-        self._progress(f"{row}, trial {len(row.speeds) + 1}" if row.speeds else f"{row}")
+        text = f"{row}, trial {len(row.speeds) + 1}" if row.speeds else f"{row}"
+        self._progress(text)
         directory = Path(tempfile.mkdtemp(dir=self._directory))
         self._train(row, directory)
         # The chief's file is the first, and the only one with a speed; each worker has its own memory.
@@ -226,8 +228,11 @@ class _Tuner:
         if self._code == 0 and workers and (speed := workers[0]["examples_per_second"]):
             row.speeds.append(speed)
             # On the host, workers share one memory; each has a GPU to itself.
-            row.memory = max(row.memory, sum(map(itemgetter("memory"), workers)))
-            row.gpu_memory = max(row.gpu_memory, *map(itemgetter("gpu_memory"), workers))
+            memory = 0
+            for worker in workers:
+                memory += worker["memory"]
+                row.gpu_memory = max(row.gpu_memory, worker["gpu_memory"])
+            row.memory = max(row.memory, memory)
             # The first trial is that of the training as it is.
             if not self._about:
                 self._about = read_json(directory / "run" / "run.json") | {"stream": workers[0]["stream"]}
@@ -283,8 +288,9 @@ def available() -> int:
 
 def lines(report: Report) -> list[RenderableType]:
     """The report for people: a table, its best row in color, and notes."""
-    on_gpu = any(map(attrgetter("gpu_memory"), report.rows))
-    head = ["", "examples/s", "as it is = 1", "peak memory", *["on the GPU"] * on_gpu, ""]
+    on_gpu = any(row.gpu_memory for row in report.rows)
+    memory_head = ["peak memory", "on the GPU"] if on_gpu else ["peak memory"]
+    head = ["", "examples/s", "as it is = 1", *memory_head, ""]
     rows = []
     problems = []
     for row in report.rows:
@@ -292,7 +298,7 @@ def lines(report: Report) -> list[RenderableType]:
             rows.append([str(row), *[""] * (len(head) - 2), "failed"])
             problems.append(f"{row}: failed: {row.problem}")
             continue
-        memory = [size(row.memory), *[size(row.gpu_memory)] * on_gpu]
+        memory = [size(row.memory), size(row.gpu_memory)] if on_gpu else [size(row.memory)]
         cells = [str(row), f"{row.speed:,.0f}", f"{row.against:.2f}", *memory, ""]
         if row is report.best:
             cells[-1] = "best"

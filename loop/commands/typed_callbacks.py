@@ -153,8 +153,10 @@ def _arguments(kind: Callable[..., object]) -> str:
     """What a callback takes, as it is typed: `metric, patience=2`."""
     shown = []
     for name, parameter in inspect.signature(kind).parameters.items():
-        has_default = parameter.default is not parameter.empty
-        shown.append(f"{name}={parameter.default!r}" if has_default else name)
+        if parameter.default is parameter.empty:
+            shown.append(name)
+        else:
+            shown.append(f"{name}={parameter.default!r}")
     return ", ".join(shown)
 
 

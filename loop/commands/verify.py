@@ -10,7 +10,6 @@ import re
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import TypeAlias
 
@@ -137,7 +136,7 @@ def verify(
     options = options_of(task, "float32", batch_size)
     # Even if all numbers agree: a mistake may change nothing with this data.
     causes = diagnose.causes(task, options)
-    if not causes and not all(map(attrgetter("same"), comparisons)):
+    if not causes and any(not comparison.same for comparison in comparisons):
         causes = [UNKNOWN]
     return Report(type(task).__name__, options["batch_size"], steps, comparisons, causes, not causes, compared_on)
 
@@ -160,7 +159,10 @@ def _why_not(task: TrainTask, error: BaseException) -> str:
     text = str(error)
     file = inspect.getsourcefile(type(task)) or "?"
     # The last line within the task's own file: the frames below it are TensorFlow's, which tell the user nothing.
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    lines = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename == file:
+            lines.append(frame.lineno)
     # What AutoGraph has converted has no frame in that file: it names the lines in the text of its error.
     lines += map(int, re.findall(rf'File "{re.escape(file)}", line (\d+)', text))
     where = f" ({Path(file).name}, line {lines[-1]})" if lines else ""
@@ -348,7 +350,7 @@ def lines(report: Report) -> Iterator[tuple[str, bool | None]]:
     if report.same:
         yield "the same numbers everywhere", True
     # No number differs, but `diagnose` has found a mistake.
-    elif all(map(attrgetter("same"), report.comparisons)):
+    elif all(comparison.same for comparison in report.comparisons):
         yield "the numbers agree here by chance: with weights, or other data, they won't", False
     else:
         yield "not the same numbers", False

@@ -34,9 +34,9 @@ class LivePage:
         self._tag = ""
 
     def read(self) -> tuple[bytes, str]:
-        """The page, and a tag that is another one whenever the page is."""
+        """The page, and a tag that changes whenever the page does."""
         with self._lock:
-            # Asked before the runs are read: what comes in between is seen the next time.
+            # Before the runs are read: what is written in between is then seen the next time.
             state = list(map(_state, self._paths))
             if state != self._state:
                 text = runs.page_of([reader.read() for reader in self._readers], live=True)
@@ -86,7 +86,7 @@ class Server(ThreadingHTTPServer):
         return any(map(under_way, self._paths))
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A browser that has gone away is no news."""
+        """Prints nothing: a browser may go away at any time."""
 
 
 class _Handler(BaseHTTPRequestHandler):

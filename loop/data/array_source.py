@@ -25,7 +25,7 @@ class PositionSource:
 
     Attributes:
         endless: whether the data is known to have no end.
-        layout: None: a position means the same with any number of workers.
+        layout: None, since a position means the same with any number of workers.
     """
 
     endless = False
@@ -155,7 +155,7 @@ class ArraySource(PositionSource):
         return self._copied(read)
 
     def _copied(self, read: ReadBatch) -> ReadBatch:
-        """What was read, on the device that computes; text stays in host memory, where its operations run."""
+        """Copies what was read to the device that computes; text stays in host memory, where its operations run."""
         if not self._device:
             return read
         with tf.device(self._device):

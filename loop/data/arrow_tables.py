@@ -34,27 +34,27 @@ class Table:
     def read(self, indices: np.ndarray) -> list[Example]:
         import pyarrow  # late, as below
 
-        # From each batch by itself: of a whole table, Arrow would join all batches first, which takes as long as to
+        # From each batch by itself: from a whole table, Arrow would join all batches first, which takes as long as to
         # read all of it, and fails for texts of 2 GiB and more.
         taken = []
-        asked: list[int] = []
-        for number, places, own_indices in by_source(self._ends, indices):
+        positions: list[int] = []  # in `indices`, of the rows that were taken
+        for number, positions_in_batch, own_indices in by_source(self._ends, indices):
             taken.append(self._batches[number].take(pyarrow.array(own_indices)))
-            asked += places.tolist()
+            positions += positions_in_batch.tolist()
         rows = pyarrow.Table.from_batches(taken, self._schema)
         columns = {name: _column(rows[name]) for name in rows.column_names}
-        # They stand batch by batch: back to the order in which they were asked for.
+        # The rows stand batch by batch: back to the order of `indices`.
         examples: list[Example] = [None] * len(indices)
-        for place, example in zip(asked, dicts_of(columns, len(indices)), strict=True):
-            examples[place] = example
+        for position, example in zip(positions, dicts_of(columns, len(indices)), strict=True):
+            examples[position] = example
         return examples
 
 
 class ParquetRows(Table):
-    """The rows of a Parquet file.
+    """The rows of a Parquet file, which are kept as an Arrow file that is mapped into memory.
 
-    Parquet is compressed in groups of rows, of which a whole one would be read for each row. So they are kept as an
-    Arrow file, which is mapped into memory. Without one, it is found in the cache, or made.
+    Parquet is compressed in groups of rows: to read one row, a whole group would be read. Without `arrow_file`, the
+    Arrow file is found in the cache, or made.
 
     Raises:
         UsageError: it is no Parquet file; or the cache can't be written.
@@ -79,7 +79,7 @@ def _column(column: pyarrow.ChunkedArray) -> Sequence[Part]:
     types = pyarrow.types
     arrow_type = column.type
     if types.is_dictionary(arrow_type):
-        # Such as categories of pandas, of which `to_numpy` makes a null one of the others.
+        # Such as categories of pandas, for which `to_numpy` would turn a null into one of the categories.
         return _column(column.cast(arrow_type.value_type))
     if isinstance(arrow_type, pyarrow.ListType | pyarrow.LargeListType | pyarrow.FixedSizeListType):
         # `to_pylist` would make Python's numbers, which have lost their dtype.
@@ -87,18 +87,18 @@ def _column(column: pyarrow.ChunkedArray) -> Sequence[Part]:
     if arrow_type in (pyarrow.string(), pyarrow.large_string(), pyarrow.binary()):
         return column.to_pylist()
     if types.is_integer(arrow_type) and column.null_count:
-        # NumPy makes floats of all, but an example must not depend on which others are read together with it.
+        # NumPy would make floats of the whole column, but an example must not depend on which others are read with it.
         values: list[Part] = [None] * len(column)
         rows = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
         for row, number in zip(rows, column.drop_null().to_numpy(zero_copy_only=False), strict=True):
             values[row] = number
         return values
-    # Bits and nulls are copied. A null of floats is NaN, as which pandas wrote it.
+    # Bits and nulls are copied. A null among floats becomes NaN: pandas wrote it as NaN.
     return column.to_numpy(zero_copy_only=False)
 
 
 def _list_of(value: pyarrow.Scalar) -> Part:
-    """A list as an array; None: there is no list. With a null among integers, of which NumPy makes floats, a list."""
+    """A list as an array; None if it is null. Integers with a null stay a list: NumPy would make floats of them."""
     import pyarrow  # late, as below
 
     if not value.is_valid:
@@ -135,11 +135,7 @@ def _is_whole(arrow_file: Path) -> bool:
 
 
 def _write(parquet: pyarrow.parquet.ParquetFile, target: Path) -> None:
-    """Writes the rows of a Parquet file to an Arrow file in the cache.
-
-    Raises:
-        UsageError: the cache can't be written.
-    """
+    """Writes the rows of a Parquet file to an Arrow file in the cache. Refuses a cache that can't be written."""
     import pyarrow
 
     try:

@@ -68,13 +68,13 @@ class Rows(NamedTuple):
     kept: tf.Tensor | None = None
 
     def without_skipped(self) -> Rows:
-        """The same rows without those that are left out. They were shared out first: the others stay where they are."""
+        """The rows without those that are left out. Rows are shared out before, so no other row changes its replica."""
         kept = self.index != SKIPPED
         index, batch = tf.nest.map_structure(lambda tensor: tf.boolean_mask(tensor, kept), (self.index, self.batch))
         return self._replace(index=index, batch=batch, kept=kept)
 
     def with_skipped(self) -> Rows:
-        """The reverse: each row that is left out is there again, with the contents of another one."""
+        """The reverse of `without_skipped`: rows that were left out are back, with the contents of another row."""
         if self.kept is None:
             return self
         places = tf.maximum(tf.cumsum(tf.cast(self.kept, tf.int64)) - 1, 0)

@@ -19,15 +19,14 @@ class BatchFiller:
     """Reads examples into the rows of batches, for several threads at once.
 
     Attributes:
-        whole_batches: whether what is read is a batch as it stands, so that none has to be made before.
+        whole_batches: whether what is read is a batch already, so that no empty batch has to be made and filled.
     """
 
     def __init__(self, data: IndexedData, layout: BatchLayout, seed: int) -> None:
         self._data = data
         self._layout = layout
         self._seed = seed
-        # Rows that are read by column are a batch as they come, without another copy.
-        # Unless one of them may have to be left out.
+        # Rows that are read by column are a batch already, unless one of them may have to be left out.
         self.whole_batches = data.reader.by_column and not (data.readers or layout.padded or data.skips)
         self._processes = ReaderProcesses(pickled(data.reader, layout.specs), data.readers) if data.readers else None
 

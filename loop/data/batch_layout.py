@@ -30,7 +30,7 @@ class HandedOver(NamedTuple):
         starts: where the rows of each batch begin, and where those of the last one end: int64 [batches + 1, 1].
         index: the indices of the examples: int64 [rows].
         columns: the arrays: [rows, ...]; those that are padded: [rows of all examples, ...].
-        padded: how those that are padded become batches, in their order.
+        padded: how each padded column becomes batches, in the order of the columns.
     """
 
     first: tf.Tensor
@@ -82,8 +82,9 @@ class BatchLayout:
         # Three lists of one order, that of `tf.nest.flatten`: specs, gaps, and the leaves of each `PendingBatches`.
         for spec in specs:
             is_padded = spec.name in padded
+            gap = self._padding.value(spec.name, spec.dtype) if is_padded else None
             self.specs.append(dataclasses.replace(spec, padded=int(is_padded)))
-            self._gaps.append(self._padding.value(spec.name, spec.dtype) if is_padded else None)
+            self._gaps.append(gap)
             # Texts, and numbers that are to be widened, can't be copied as they are.
             self._copies_all &= not spec.dtype.hasobject and self.dtype(spec) == spec.dtype
 
@@ -250,7 +251,10 @@ class BatchLayout:
         steps = np.array([first, first + batches.count], np.int64)
         leaves = []
         for leaf, spec in zip(batches.leaves, self.specs, strict=True):
-            leaves.append(self._joined(spec, leaf) if isinstance(leaf, list) else leaf)
+            if isinstance(leaf, list):
+                leaves.append(self._joined(spec, leaf))
+            else:
+                leaves.append(leaf)
         return [steps, batches.starts[:, None], batches.index, *leaves, batches.widths, batches.lengths]
 
     def handed_over_specs(self) -> list[tf.TensorSpec]:

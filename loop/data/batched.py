@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 import warnings
 
 import tensorflow as tf
@@ -117,7 +116,7 @@ def _last_batching(dataset: tf.data.Dataset) -> _Batching | None:
         inputs = inputs[1:]  # the first input chooses among the others
     # Any other part hands on what its inputs yield; of several inputs, all must be batched.
     of_inputs = list(map(_last_batching, inputs))
-    return next(iter(of_inputs), None) if all(of_inputs) else None
+    return of_inputs[0] if of_inputs and all(of_inputs) else None
 
 
 def _static_size(size: tf.Tensor | None) -> int | None:
@@ -137,20 +136,23 @@ def _batching_in_functions(dataset: tf.data.Dataset) -> _Batching | None:
         for output in function.function.graph.outputs:
             # Back along the first inputs of the graph, through all that doesn't make batches.
             operation = output.op
-            while operation.type == "Identity" or ("Dataset" in operation.type and "Batch" not in operation.type):
-                if not operation.inputs:
-                    break
+            while operation.inputs and _passes_on(operation.type):
                 operation = operation.inputs[0].op
             if "Batch" in operation.type and "Unbatch" not in operation.type:
                 return _Batching(_static_size(operation.inputs[1]), False)
     return None
 
 
+def _passes_on(kind: str) -> bool:
+    """Whether operations of a type pass on the elements of their first input, without making batches of them."""
+    return kind == "Identity" or ("Dataset" in kind and "Batch" not in kind)
+
+
 def _made_by_generator(dataset: tf.data.Dataset) -> bool:
     """Whether the examples come from a Python generator."""
     for part in parts_of(dataset):
         for function in part._functions():
-            operations = function.function.graph.get_operations()
-            if "GeneratorDataset" in map(operator.attrgetter("type"), operations):
-                return True
+            for operation in function.function.graph.get_operations():
+                if operation.type == "GeneratorDataset":
+                    return True
     return False

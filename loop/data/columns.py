@@ -16,13 +16,13 @@ _axes_of = operator.attrgetter("ndim")
 
 
 def columns_of(examples: Sequence[Any], specs: Sequence[ArraySpec]) -> list[Sequence[Any]] | None:
-    """The values of each array in examples, one for each of these; None: they must be checked one by one."""
+    """The values of each array, a column with one value for each example; None: examples must be checked one by one."""
     # Sets of maps throughout: one pass in C over all examples takes less than a look at each in Python.
     names = [spec.name for spec in specs]
     kinds = list(set(map(type, examples)))
     is_tuple = len(kinds) == 1 and issubclass(kinds[0], tuple)  # also a named one
     if not is_tuple and kinds != [dict]:
-        # A bare array or number; what is anything else is no value of an array, which filling finds.
+        # Bare arrays or numbers. If they are anything else, `fill_column` refuses them.
         return [examples] if names == [0] else None
     if set(map(len, examples)) != {len(specs)}:  # together with the names below: no part is left over
         return None
@@ -35,7 +35,7 @@ def columns_of(examples: Sequence[Any], specs: Sequence[ArraySpec]) -> list[Sequ
 
 
 def fill_column(column: Sequence[Any], out: np.ndarray) -> bool:
-    """Writes values of one shape and dtype into a contiguous array [values, ...]; False: one of them is unlike it."""
+    """Writes values into a contiguous array [values, ...]; False: one of them has another shape or dtype."""
     if out.ndim == 1:
         return _fill_numbers(column, out)
     count, size, *rest = out.shape

@@ -10,7 +10,7 @@ from loop.errors import UsageError
 
 
 class ChangedFileError(UsageError):
-    """A file of data has changed, or is gone: no example of it can be read, so that none is left out as a bad one."""
+    """A file of data has changed, or is gone. No example of it can be read, so this ends the run in any case."""
 
 
 class DataFile:

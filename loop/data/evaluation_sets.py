@@ -52,7 +52,7 @@ def check_paces(task: TrainTask, options: Options, names: list[str]) -> None:
     """Refuses an `eval_every` for sets that the task doesn't have.
 
     Raises:
-        UsageError: which it has.
+        UsageError: names such a set, and those that the task has.
     """
     every = options["eval_every"]
     if not isinstance(every, dict) or task.phase is not None:  # each phase may have sets of its own

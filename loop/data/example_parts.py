@@ -121,7 +121,7 @@ def dicts_of(columns: Mapping[Name, Sequence[Part]], count: int) -> list[dict[Na
 
 
 def by_source(ends: np.ndarray, indices: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Of several sources, those in which examples lie, if those of one are numbered after those of the one before it.
+    """Finds the sources of some examples. The examples of each source are numbered after those of the source before.
 
     Args:
         ends: the number behind the last example of each source: int64 [sources].
@@ -155,4 +155,6 @@ def without_lists(batch: Columns) -> Columns:
 
 def _has_arrays(part: Columns) -> bool:
     # A list of numbers, or of lists of numbers, is an array itself.
-    return any(map(_has_arrays, part)) if isinstance(part, list | tuple) else getattr(part, "ndim", 0) > 0
+    if isinstance(part, list | tuple):
+        return any(map(_has_arrays, part))
+    return getattr(part, "ndim", 0) > 0

@@ -144,19 +144,18 @@ class MixedReader:
 
 
 def _takes_seed(function: Callable[..., Example]) -> bool:
-    """Whether a map has a second argument named `seed`.
-
-    Raises:
-        UsageError: it needs other arguments.
-    """
+    """Whether a map has a second argument named `seed`. Refuses a map that needs other arguments."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a function of C has no signature
         return False
     draws = "seed" in signature.parameters
-    # Bound here, so that a map with other arguments is refused when the data is made, and not in a thread of the run.
+    # Checked here, so that a map with other arguments is refused when the data is made, and not in a thread of the run.
     try:
-        signature.bind(None, seed=None) if draws else signature.bind(None)
+        if draws:
+            signature.bind(None, seed=None)
+        else:
+            signature.bind(None)
     except TypeError as error:
         raise UsageError(
             f"IndexedData(map=...): a function of {signature} ({error}): it is called as map(example), or as "
@@ -202,7 +201,7 @@ def _checked(example: Read, specs: list[ArraySpec], index: int) -> Leaves:
 def unusable(index: int, error: Exception) -> Exception:
     """The error for an example that can't be read or mapped."""
     if isinstance(error, ChangedFileError):
-        return error  # of the whole file
+        return error  # it is about the whole file
     if isinstance(error, UsageError):
         return BadExampleError(str(error))  # its text is complete: it names what is wrong, and what to do
     failed = TrainingError(f"example {index} can't be read: {named(error)}")

@@ -59,14 +59,14 @@ def _cells(function: object) -> dict[str, types.CellType]:
 
 
 def check_made_anew(generators: Sequence[OpenGenerator]) -> None:
-    """Refuses a generator with which the next iteration of its pipeline would go on, instead of beginning again.
+    """Refuses a generator that the next iteration of its pipeline would continue, instead of beginning again.
 
     `generators` are those of an iteration that has ended.
 
     Raises:
         UsageError: what that iteration has read is lost to the next one.
     """
-    # As many references has an iterator that nothing else holds.
+    # The number of references to an iterator that only its `OpenGenerator` holds.
     alone = OpenGenerator(iter(()), lambda: iter(()))
     unheld = sys.getrefcount(alone.iterator)
     for generator in generators:

@@ -12,15 +12,7 @@ import tensorflow as tf
 from loop.data.batch import EVALUATION_EPOCH
 from loop.data.batch_layout import BatchLayout, tensor_dtype
 from loop.data.example_parts import structure_of
-from loop.data.examples import (
-    BadExampleError,
-    ExampleReader,
-    example_seeds,
-    named_parts,
-    names_of,
-    specs_of,
-    stacked,
-)
+from loop.data.examples import BadExampleError, ExampleReader, example_seeds, named_parts, names_of, specs_of, stacked
 from loop.data.indexed import IndexedData
 from loop.data.pending_batches import PendingBatches, Position
 from loop.launch.machine import usable_cpus
@@ -84,7 +76,8 @@ class GraphReadAhead:
 
             # A position that is neither kept nor about to come, as after a resume or in an evaluation: begin anew.
             if position not in map(self._after, range(self._depth + 1)):
-                if not len(rows := self._rows(position)):  # of a short batch, a worker may have none
+                rows = self._rows(position)
+                if not len(rows):  # a worker may have no rows of a short batch
                     return self._filled_by(position, rows)
                 self._begun = position
                 self._taken = 0
@@ -191,11 +184,7 @@ class GraphReadAhead:
         return ids, example_seeds(rows, position.epoch, self._seed)
 
     def _checked(self, made: object) -> tuple[tf.Tensor, ...]:
-        """The arrays of a mapped example, in a graph, if they are like those of the first one.
-
-        Raises:
-            ValueError: they are not.
-        """
+        """The arrays of a mapped example, in a graph. A ValueError if they are unlike those of the first example."""
         names, parts = named_parts(made)
         if names != names_of(self._layout.specs):
             raise ValueError("other arrays than those of the first example")

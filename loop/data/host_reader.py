@@ -59,12 +59,12 @@ class HostReader:
         self._failure: BaseException | None = None
 
     def batches(self, shares: RowShares, parts: int, position: Position) -> PendingBatches:
-        """A worker's rows of a global batch, filled; and perhaps of others around it.
+        """A worker's rows of a global batch, filled; perhaps together with those of batches around it.
 
-        Behind the end of the data it has none.
+        After the end of the data there are none.
 
         Args:
-            shares: of the worker.
+            shares: which rows the worker has.
             parts: into how many micro-batches the global batch is cut; their rows follow each other.
             position: of the global batch.
 
@@ -80,7 +80,7 @@ class HostReader:
             except Exception:
                 if isinstance(ahead, ReadAhead):
                     raise
-                self._in_graph = False  # which example it was is found by mapping them one by one
+                self._in_graph = False  # from now on examples are mapped one by one, which finds the one that failed
                 self.close()
                 batches = self._reader(shares, parts).get(position)
                 _warn_of_python(ahead.unlike)
@@ -199,10 +199,11 @@ class HostReader:
             )
         epoch, step = position
         block, step_in_block = divmod(step, self._block_steps)
-        # Not beyond the block, nor the epoch.
+        # Up to the end of the block, or of the epoch.
         count = min(at_once, self._block_steps - step_in_block, self._steps_per_epoch - step)
         if self._is_bucketed:
-            buckets = self._buckets(epoch if self._data.mixes else 0)
+            epoch_of_order = epoch if self._data.mixes else 0
+            buckets = self._buckets(epoch_of_order)
             wholes = []
             with tf.device("CPU:0"):
                 epoch_tensor = tf.constant(epoch, tf.int64)
@@ -216,7 +217,7 @@ class HostReader:
         return [order[start : start + size] for start in starts]
 
     def _buckets_of_epoch(self, epoch: int) -> LengthBuckets:
-        """The order by length; a mixture, which has other examples in each epoch, has another one in each."""
+        """The order by length. A mixture has another one in each epoch, since its examples are others."""
         padding = self._data.padding
         assert padding is not None
         # Of several padded arrays, an example is sorted by the longest one.

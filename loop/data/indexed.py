@@ -94,7 +94,7 @@ class IndexedData:
         self._splits = 0  # how many splits have made this part of the data
         self._lengths = lengths
 
-        # Of parts and mixtures, which replace them: a part has its examples under other numbers than its source.
+        # Parts and mixtures replace these two: the index of an example is another one than its number in the source.
         self._resolve: Resolve = _same
         self._lengths_of: Callable[[np.ndarray, str | int], np.ndarray] | None = None
 
@@ -109,9 +109,9 @@ class IndexedData:
         return self._resolve(indices, epoch, seed)
 
     def take(self, count: int) -> IndexedData:
-        """The first `count` examples; of a mixture those of each epoch, which may be any of its sources' in time.
+        """The first `count` examples; of a mixture, the first ones of each epoch, which are others each time.
 
-        What an evaluation is to have alone is split off the sources before they are mixed.
+        So split examples for an evaluation off the sources before you mix them.
         """
         return self._narrowed(lambda indices: indices, min(_whole(count, "take"), self.size))
 
@@ -122,7 +122,7 @@ class IndexedData:
         return self._narrowed(lambda indices: indices + start, self.size - start)
 
     def head(self, count: int) -> IndexedData:
-        """The first examples, the same ones in each epoch; those of a mixture are others in the next one."""
+        """The first examples: the same ones in each epoch; of a mixture, other ones in each epoch."""
         taken = self.take(count)
 
         def resolve(indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
@@ -134,7 +134,9 @@ class IndexedData:
         """The examples for which `keep` is true: a function of the index, or an array of bools [examples]."""
         self._check_indices("filter")
         if callable(keep):
-            kept = np.fromiter(map(bool, map(keep, range(self.size))), bool, self.size)
+            kept = np.zeros(self.size, bool)
+            for index in range(self.size):
+                kept[index] = bool(keep(index))
         else:
             kept = np.asarray(keep)
         if (kept.dtype, kept.shape) != (np.dtype(bool), (self.size,)):
@@ -166,10 +168,10 @@ class IndexedData:
         if key is None:
             scattered = _scattered(np.arange(self.size, dtype=np.uint64))
         else:
-            # Hashed anew in each split: all keys that are left have great hashes, or all have small ones.
+            # By another hash than earlier splits, which have left only keys with great hashes, or only small ones.
             hashes = (_hash(key(index), self._splits) for index in range(self.size))
             scattered = np.fromiter(hashes, np.uint64, self.size)
-        # Each example's own hash decides, and no count of all: so that it stays in its part when others are added.
+        # By the hash of each example alone: it stays in its part when others are added.
         held_out = scattered < np.uint64(share * 2.0**64)
         split = self.replaced(_splits=self._splits + 1)
         return split.filter(~held_out), split.filter(held_out)

@@ -118,10 +118,10 @@ class IndexedSource(ArraySource):
 
         Args:
             fetch: returns them from epoch and step.
-            specs: of them.
+            specs: the specs of these arrays.
             epoch: the epoch: int64.
             step: the step in it: int64.
-            poll: returns whether they are there already, and if so, them; None: they aren't.
+            poll: returns whether the arrays are there already, and then the arrays; None: never asked.
         """
         dtypes = [spec.dtype for spec in specs]
         position = [epoch, step]
@@ -196,8 +196,8 @@ def _first_example(data: IndexedData, seed: int) -> tuple[int, Example, np.ndarr
     Raises:
         TrainingError: it can't be read; of several, why the first one can't.
     """
-    several = data.skips or data.padding is not None
-    indices = np.arange(min(_TRIED if several else 1, data.size), dtype=np.int64)
+    tried = _TRIED if data.skips or data.padding is not None else 1
+    indices = np.arange(min(tried, data.size), dtype=np.int64)
     seeds = example_seeds(indices, 0, seed)
     failures = []
     vague = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -47,7 +46,7 @@ def mix(shares: Mapping[IndexedData, float]) -> IndexedData:
     pattern = _pattern([part.size for part in parts], weights / weights.sum())
     mixture = _Mixture(parts, pattern)
 
-    # The first source, with what is the mixture's own in place of its own: padding is the same in all of them.
+    # A copy of the first source: padding is the same in all of them, and the rest is replaced by the mixture's own.
     return parts[0].replaced(
         reader=MixedReader([part.reader for part in parts]),
         maps_in_graph=False,  # `GraphReadAhead` reads a single source
@@ -61,11 +60,7 @@ def mix(shares: Mapping[IndexedData, float]) -> IndexedData:
 
 
 def _checked(parts: Sequence[IndexedData], shares: Sequence[float]) -> np.ndarray:
-    """The shares, not yet divided by their sum: float64 [sources].
-
-    Raises:
-        UsageError: see `mix`.
-    """
+    """The shares, not yet divided by their sum: float64 [sources]. Refuses what `mix` refuses."""
     if len(parts) < 2 or not all(isinstance(part, IndexedData) for part in parts):
         raise UsageError("loop.mix: give at least two sources, as in loop.mix({IndexedData(...): 0.7, ...})")
     if any(part.padding != parts[0].padding for part in parts):
@@ -96,9 +91,9 @@ class _Pattern(NamedTuple):
 def _pattern(sizes: Sequence[int], shares: np.ndarray) -> _Pattern:
     """The pattern for sources of these sizes; each source's examples are spread evenly over it."""
     # Small sources make the pattern shorter, so that an epoch has at least one.
-    length = int(min(_PATTERN, *map(operator.truediv, sizes, shares)))
+    length = int(min(_PATTERN, (np.asarray(sizes) / shares).min()))
     counts = np.floor(shares * length).astype(np.int64)
-    # The examples that are left by rounding down go to the sources that have lost most by it.
+    # The examples that rounding down has left over go to the sources that lost most by it.
     lost_most = np.argsort(counts - shares * length, kind="stable")[: length - int(counts.sum())]
     counts[lost_most] += 1
     if (counts == 0).any():
@@ -113,7 +108,7 @@ def _pattern(sizes: Sequence[int], shares: np.ndarray) -> _Pattern:
     order = np.argsort(positions, kind="stable")
     sources = np.repeat(np.arange(len(sizes)), counts)[order]
     ranks = ranks[order]
-    blocks = min(map(operator.floordiv, sizes, counts.tolist()))
+    blocks = int((np.asarray(sizes) // counts).min())
     return _Pattern(sources, ranks, counts, blocks)
 
 

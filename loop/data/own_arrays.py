@@ -26,8 +26,8 @@ def array_of_own(shape: list[int], dtype: np.dtype) -> np.ndarray:
 
 
 def array_of_own_of(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The array itself, if it has this dtype and is as `array_of_own` makes them; else such a copy."""
-    # One that doesn't own its memory may be a view of the source's.
+    """The array itself, if it has this dtype and could have been made by `array_of_own`; else a copy that was."""
+    # An array that doesn't own its memory may be a view of the source's.
     if array.dtype == dtype and array.flags.c_contiguous and array.flags.owndata and array.ctypes.data % _ALIGNMENT:
         return array
     copy = array_of_own(list(array.shape), dtype)

@@ -79,7 +79,10 @@ def first(data: Dataset, size: int) -> Dataset:
     for index, (spec, column) in enumerate(zip(specs, zip(*examples, strict=True), strict=True)):
         # Axes that the stream calls open are padded, also where these few examples have one length.
         axes = 0 if stream.padding is None else open_axes(spec)
-        arrays.append(as_sequences(column, index, axes) if axes else _stacked(column, spec))
+        if axes:
+            arrays.append(as_sequences(column, index, axes))
+        else:
+            arrays.append(_stacked(column, spec))
     return ArrayData.of_structure(tf.nest.pack_sequence_as(stream.dataset.element_spec, arrays), stream.padding)
 
 

@@ -26,8 +26,8 @@ class PendingBatches:
     Args:
         first: the position of the first batch; the others follow it in the same epoch.
         index: the examples of all batches, those of one behind those of the other: int64 [rows].
-        leaves: the arrays to fill, each of shape [rows, ...]; tensors that are; or, of an array that is padded, a list
-            with the array of each row, which may be replaced by one array of all, one behind the other.
+        leaves: the arrays to fill, each of shape [rows, ...]; or tensors that have been filled. A padded array has a
+            list instead, with the array of each row; one array of all rows, joined, may replace the list.
         starts: where the rows of each batch begin, and where the last one ends: int64 [batches + 1]; None: it is one.
         widths: the lengths that the arrays of each batch are padded to: int64 [batches, padded arrays]; None: none is.
 
@@ -84,14 +84,14 @@ class PendingBatches:
 
     @property
     def ready(self) -> bool:
-        """Whether it is filled, or can't be."""
+        """Whether all rows are filled, or one can't be."""
         return self._done.is_set()
 
     def cut(self, parts: int) -> list[slice]:
         """The stretches of rows that are filled by themselves, at most `parts` of them."""
         rows = len(self.index)
         self._left = min(parts, rows)  # none is empty
-        if not rows:  # no thread will say that it has filled the last one
+        if not rows:  # there is nothing to fill, so no thread will call `finish`
             self._done.set()
         stretches = []
         for part in range(self._left):

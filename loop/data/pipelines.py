@@ -39,12 +39,13 @@ def dense(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def map_examples(dataset: tf.data.Dataset, change: Callable[[Any], Any]) -> tf.data.Dataset:
-    """The pipeline with each example changed, which is handed over as a whole."""
-    is_tuple = type(dataset.element_spec) is tuple  # of a plain tuple, tf.data hands the parts over
+    """The pipeline with each example changed. `change` gets an example as a whole, also if it is a tuple."""
+    is_tuple = type(dataset.element_spec) is tuple  # tf.data passes the parts of a plain tuple as arguments
 
     @tf.autograph.experimental.do_not_convert
-    def changed(*example: Any) -> Any:
-        return change(example if is_tuple else example[0])
+    def changed(*arguments: Any) -> Any:
+        example = arguments if is_tuple else arguments[0]
+        return change(example)
 
     return dataset.map(changed)
 
@@ -56,11 +57,10 @@ def _is_dense_row(spec: tf.TypeSpec) -> bool:
 def stacking_problem(error: Exception) -> UsageError | None:
     """The error with the fix for examples of different shapes, which can't be stacked; None for any other error."""
     text = str(getattr(error, "message", ""))
-    found = re.search(
-        f"({'|'.join(_NOT_STACKED)}).*", text
-    )  # to the end of the line: the rest names nodes of the graph
-    if found:
-        shapes = found[0].split(" [Op:")[0].rstrip(". ")
+    # To the end of the line: the rest names nodes of the graph.
+    mismatch = re.search(f"({'|'.join(_NOT_STACKED)}).*", text)
+    if mismatch:
+        shapes = mismatch[0].split(" [Op:")[0].rstrip(". ")
         return UsageError(
             f"the data set's examples have different shapes ({shapes}): return loop.StreamData(dataset, "
             "padding=loop.Padding()), which pads each batch to its longest example and adds a mask; or make all "
@@ -99,13 +99,13 @@ def one_order(dataset: tf.data.Dataset) -> bool:
         for function in part._functions():
             tensors += function.function.captured_inputs
 
-    # A data set of large tensors isn't copied into a graph: what the parts themselves say has to do.
+    # A data set of large tensors isn't copied into a graph: only its parts are asked.
     bytes_in_graph = sum(map(_bytes_of, tensors))
     if bytes_in_graph > _MOST_IN_GRAPH:
         return all(getattr(part, "_deterministic", "") != "false" for part in parts)
 
-    # The options of parts aren't enough: interleaving doesn't keep the option, nor do data sets within functions. The
-    # graph has it.
+    # The options of parts aren't enough: interleaving and data sets within functions don't keep the option. The graph
+    # has it.
     policy = tf.data.experimental.ExternalStatePolicy.IGNORE
     try:
         graph = tf.compat.v1.GraphDef.FromString(dataset._as_serialized_graph(external_state_policy=policy).numpy())

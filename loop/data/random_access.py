@@ -87,7 +87,7 @@ def reader_of(source: Source) -> Reader:
 
 
 def _refuse_other_items(source: Source) -> None:
-    """Refuses objects of which `[index]` is something else than an example."""
+    """Refuses objects whose `[index]` gives something else than the example at that position."""
     kind = type(source).__name__
     # Of a pandas Series, [index] would be the example with this label, beside other examples' labels.
     if hasattr(source, "iloc"):
@@ -252,7 +252,7 @@ class Structure:
     """A dict or tuple of sources, each of which gives a part of an example.
 
     Attributes:
-        readers: of the sources, by their names or positions.
+        readers: the readers of the sources, by their names or positions.
     """
 
     def __init__(self, sources: Mapping[str | int, Source] | tuple[Source, ...]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import queue
 import threading
 import time
@@ -65,7 +64,7 @@ class ReadAhead:
 
     Args:
         plan: the batches from a position on.
-        fill: reads some of their rows; it must not hold what holds this object.
+        fill: reads some of their rows; it must hold nothing that holds this object.
         following: the position after another one; None: nothing is to be read after it.
         depth: how many batches are read before they are asked for.
         threads: how many read.
@@ -96,8 +95,7 @@ class ReadAhead:
         for number in range(threads):
             arguments = (self._tasks, number)
             threading.Thread(target=_serve, args=arguments, name=f"tfloop-reader-{number}", daemon=True).start()
-        # The threads hold the queue, and neither this object nor `plan` once they have read: so this one can be
-        # collected, which ends them.
+        # The threads hold only the queue while they wait, so that this object can be collected, which ends them.
         self._finalizer = weakref.finalize(self, _end, self._tasks, threads)
 
     def get(self, position: Position) -> PendingBatches:
@@ -154,11 +152,11 @@ class ReadAhead:
             return self._known(position) or self._block_at(position, patience)
         self._blocks_ahead = []
 
-        # The batch before is kept, and so is the one behind those that are wanted, which may have been begun already:
-        # the operations of a graph ask for neighbors in any order.
-        *wanted, next_one = self._followed(position)
-        self._keep([self._before(position), *map(self._known, wanted), self._known(next_one)])
-        for wanted_position in wanted:
+        # The batch before these positions is kept, and the one at the last of them, which isn't begun here, if it has
+        # been begun already: the operations of a graph ask for neighbors in any order.
+        positions = self._followed(position)
+        self._keep([self._before(position), *map(self._known, positions)])
+        for wanted_position in positions[:-1]:
             if self._known(wanted_position) is None:
                 batches = self._plan(wanted_position, 1)
                 self._pending.append(batches)
@@ -187,7 +185,8 @@ class ReadAhead:
         self._next = None if batches.error else self._following(batches.last)
         # How many batches a block has is known only when it is planned. So each block starts behind the one before.
         while self._next is not None and len(self._blocks_ahead) < _BLOCKS_AHEAD:
-            self._read_block_ahead(self._blocks_ahead[-1] if self._blocks_ahead else self._next)
+            start = self._blocks_ahead[-1] if self._blocks_ahead else self._next
+            self._read_block_ahead(start)
         return batches
 
     def _read_block_ahead(self, start: Position | _BlockAhead) -> None:
@@ -204,17 +203,20 @@ class ReadAhead:
 
     def _before(self, position: Position) -> PendingBatches | None:
         """The last batches that begin before a position: they may be asked for once more, or after those at it."""
-        return max(
-            (known for known in self._pending if known.first < position), key=operator.attrgetter("first"), default=None
-        )
+        last = None
+        for batches in self._pending:
+            if batches.first < position and (last is None or batches.first > last.first):
+                last = batches
+        return last
 
     def _followed(self, position: Position) -> list[Position]:
         """A position, those that are read ahead of it, and the one behind these; fewer at the end of the data."""
         positions = [position]
         for _ in range(self._depth + 1):
-            # At the end of the data the last one is repeated, so that there is always a `next_one`.
             following = self._following(positions[-1])
-            positions.append(positions[-1] if following is None else following)
+            if following is None:  # the end of the data: repeated, so that there is always one behind the others
+                following = positions[-1]
+            positions.append(following)
         return positions
 
     def _keep(self, kept: Sequence[PendingBatches | None]) -> None:
@@ -229,7 +231,7 @@ class _Pace:
     """How long it takes to read a batch.
 
     Attributes:
-        seconds: by one thread that isn't interrupted.
+        seconds: how long a batch takes one thread that isn't interrupted.
     """
 
     def __init__(self) -> None:
@@ -239,8 +241,8 @@ class _Pace:
     def note(self, seconds: float) -> None:
         """Another batch was read.
 
-        A slow one may be an accident, since others have the core, too; so may a fast one, whose examples were in a
-        cache. Two fast ones, or several slow ones, are none.
+        A single slow batch may be an accident, such as another process on the core; a single fast one, too, such as
+        examples in a cache. So the estimate follows two fast batches, or several slow ones.
         """
         # Several threads may do this at once. No lock: an estimate that misses one batch is as good.
         self.seconds = min(max(seconds, self._last), _SLOWER * self.seconds)
@@ -248,7 +250,7 @@ class _Pace:
 
 
 def _serve(tasks: _Tasks, number: int) -> None:
-    """A thread: does what is in the queue until that ends."""
+    """A thread: does the tasks in the queue, up to the None that ends it."""
     while (task := tasks.get()) is not None:
         task(number)
         del task  # it may hold `plan`, which keeps the reader alive while the next `get` waits

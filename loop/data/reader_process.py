@@ -73,9 +73,10 @@ class ReaderProcess:
             # TensorFlow in a map is to take the memory of a GPU that it needs, and not all of it, from the training.
             environment = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", **os.environ, "PYTHONPATH": path}
             # What the map prints must not come between the results on stdout. "-P" puts no directory before our path.
+            stdout = sys.__stderr__.fileno() if sys.__stderr__ else None
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", start], pass_fds=passed, stdin=subprocess.DEVNULL,
-                stdout=sys.__stderr__.fileno() if sys.__stderr__ else None, env=environment,
+                [sys.executable, "-P", "-c", start], pass_fds=passed, stdin=subprocess.DEVNULL, stdout=stdout,
+                env=environment,
             )  # fmt: skip
         self._requests = os.fdopen(requests, "wb")
         self._answers = os.fdopen(answers, "rb")
@@ -218,8 +219,11 @@ def _is_users(module: Any) -> bool:
     # What is defined in `__main__` is sent by value anyway.
     if module.__name__.split(".")[0] in ("__main__", "loop", "callbacks", "cli"):
         return False
-    installed = filter(None, map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
-    return not any(map(Path(file).is_relative_to, installed))
+    for kind in ("stdlib", "platstdlib", "purelib", "platlib"):
+        installed = sysconfig.get_path(kind)
+        if installed and Path(file).is_relative_to(installed):
+            return False
+    return True
 
 
 def _shared_file() -> int:
@@ -283,7 +287,7 @@ def _ignore_stops() -> None:
     """
     before = {}
     for number in STOPS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under `nohup`, which is for what the map starts, too
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores it, also in processes that the map starts
             before[number] = signal.signal(number, _pass)  # no handler of Python's comes into a started program
             signal.siginterrupt(number, False)  # libraries of C are to read on
     unblock = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOPS)

@@ -30,18 +30,22 @@ def shared(data: ArrayData, backend: Backend) -> ArrayData:
     """The same examples, whose arrays are in memory that all workers of a machine share. All workers must call it.
 
     The first worker of each machine copies its arrays there. Each other one compares its own to them, and keeps those
-    that differ. Where such memory can't be had, or not be reached, as between containers, all stays as it is.
+    that differ. Where there is no such memory, or it can't be reached, as between containers, all stays as it is.
     """
     arrays = list(filter(_can_be_shared, tf.nest.flatten(data.arrays)))
 
     # Every worker takes part in each exchange, also one that shares nothing: the others would wait for it forever.
     machine = _BOOT.read_text().strip() if hasattr(os, "memfd_create") and _BOOT.exists() else ""
-    machines = backend.gather_json(machine if arrays else "")
+    if not arrays:
+        machine = ""
+    machines = backend.gather_json(machine)
     machine = str(machines[backend.rank])
     first = machines.index(machine)
     shares = machine != "" and machines.count(machine) > 1  # alone on its machine, it would only have a copy more
-    with _memory(arrays) if shares and first == backend.rank else contextlib.nullcontext() as own:
-        memories = backend.gather_json(None if own is None else dataclasses.asdict(own))
+    is_copied_here = shares and first == backend.rank
+    with _memory(arrays) if is_copied_here else contextlib.nullcontext() as own:
+        facts = None if own is None else dataclasses.asdict(own)
+        memories = backend.gather_json(facts)
         memory = memories[first]
         views = {} if memory is None else _views(_Memory(**memory), arrays)
         backend.exchange(0)  # the first one keeps it open until all have opened it
@@ -67,7 +71,7 @@ def as_tensor(array: np.ndarray) -> tf.Tensor | None:
 
 @dataclasses.dataclass
 class _Memory:
-    """A file of the memory, of the process that has made it.
+    """How another process finds the file of the memory: by the process that has made it.
 
     Attributes:
         pid: the process.

@@ -77,7 +77,8 @@ class Data:
 def _data(train: Source, evaluated: dict[str, Source]) -> Data:
     """The sources of a run. A single evaluation set has the name ""."""
     first_set = next(iter(evaluated.values()), None)
-    return Data(train, first_set, {} if "" in evaluated else evaluated)
+    named_sets = {} if "" in evaluated else evaluated
+    return Data(train, first_set, named_sets)
 
 
 def open_data(task: TrainTask, options: Options, change: Change = unchanged) -> Data:

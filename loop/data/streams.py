@@ -192,12 +192,15 @@ class StreamSource:
         # it was.
         reached = True
         for _ in range(epoch):
-            reached = reached and _read_to_end(iter(self._batches), stopped)
+            if reached:
+                reached = _read_to_end(iter(self._batches), stopped)
         if draws is not None:
             set_random_state(draws)
         iterator = iter(self._batches)
         self.state(iterator)  # asked for before anything is read: see there
-        if not (reached and _read_to_end(itertools.islice(iterator, step_in_epoch), stopped)):
+        if reached:
+            reached = _read_to_end(itertools.islice(iterator, step_in_epoch), stopped)
+        if not reached:
             # A checkpoint must not have the state of an iterator that isn't where the run is.
             self._unsaved = "the run was stopped before it was reached"
         return iterator
@@ -210,7 +213,8 @@ class StreamSource:
         # is drawn. So later epochs come from the pipeline that was made again. It has drawn as many seeds as the first
         # one had, once as many iterators have begun.
         self._following = again._batches
-        for _ in range(epoch + (step_in_epoch > 0)):
+        begun = epoch + 1 if step_in_epoch > 0 else epoch
+        for _ in range(begun):
             if not stopped():
                 next(iter(self._following), None)
         if not step_in_epoch:

@@ -61,14 +61,14 @@ class RecordSource:
         """The bytes of these records."""
         numbers = np.asarray(indices, np.int64)
         records = [b""] * len(numbers)
-        for number, places, own_numbers in by_source(self._ends, numbers):
+        for number, positions, own_numbers in by_source(self._ends, numbers):
             self._files[number].check()  # with another size, the offsets would be those of other bytes
             path = self._files[number].path
             reader = self._reader(number)
-            for place, own_number in zip(places.tolist(), own_numbers.tolist(), strict=True):
+            for position, own_number in zip(positions.tolist(), own_numbers.tolist(), strict=True):
                 offset = int(self._offsets[number][own_number])
                 try:
-                    records[place] = reader.read(offset)[0]
+                    records[position] = reader.read(offset)[0]
                 except (tf.errors.OpError, IndexError) as error:
                     raise UsageError(
                         f"{path}: record {own_number}, at byte {offset}, is damaged ({_message(error)}): "
@@ -165,10 +165,11 @@ def _files_of(pattern: str) -> list[Path]:
     """The files of a path or pattern."""
     path = Path(pattern)
     # A file of this very name is meant, also where the name has brackets or stars in it.
-    found = [path] if path.exists() else list(map(Path, sorted(glob.glob(pattern))))  # noqa: PTH207
-    # Each pattern by itself: of several, a missing file would leave examples out without a word.
-    if found:
-        return found
+    if path.exists():
+        return [path]
+    # Each pattern must have a file: a missing one would leave examples out without a word.
+    if paths := sorted(glob.glob(pattern)):  # noqa: PTH207
+        return list(map(Path, paths))
     if "://" in pattern:
         raise UsageError(
             f"loop.records({pattern!r}): only files of this machine are read by index: mount or copy them; or read "
@@ -189,10 +190,10 @@ def _offsets_of_all(paths: Sequence[Path]) -> list[np.ndarray]:
         except (OSError, ValueError, EOFError):  # not there, or damaged, as by a power failure
             missing[cache] = path
     if missing:
-        found = thread_map(
+        found_offsets = thread_map(
             _searched, missing.values(), missing, desc="finding records", unit="file", disable=None, tqdm_class=tqdm
         )
-        offsets.update(zip(missing, found, strict=True))
+        offsets.update(zip(missing, found_offsets, strict=True))
     return [offsets[cache] for cache in caches]
 
 

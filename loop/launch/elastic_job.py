@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from callbacks.files import read_json
+from callbacks.formats import plural
 from loop.errors import PREEMPTED
 from loop.launch import machine
 from loop.launch.elastic_limits import Limits, discovered_slots, discovering
@@ -274,7 +275,7 @@ class ElasticJob(Job):
             self._print(f"{worker} is sent away")
             plan.note_event("worker_gone", worker, how="sent away")
         if plan.broken == plan.generation - 1 >= 0:
-            self._print(f"going on with {len(chosen)} worker{'s' * (len(chosen) > 1)}")
+            self._print(f"going on with {plural(len(chosen), 'worker')}")
 
         # Last: workers follow the plan as soon as it is written.
         names = [worker.name for worker in chosen]

@@ -42,8 +42,9 @@ class Plan:
 
     def note_event(self, event: str, worker: ElasticWorker, **more: str) -> None:
         """Notes that a worker has joined or is gone, for the journal of the run."""
-        # A loss is recorded by the generation that goes on after it.
-        generation = max(self.generation, 0) + (event == "worker_gone")
+        generation = max(self.generation, 0)
+        if event == "worker_gone":
+            generation += 1  # a loss is recorded by the generation that goes on after it
         self._events.append({"generation": generation, "event": event, "worker": worker.name, **more})
 
     def form(self, places: Mapping[str, dict[str, str]], dropped: Sequence[str]) -> None:

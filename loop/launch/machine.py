@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from callbacks.formats import plural
 from callbacks.system import named_gpus
 from loop.errors import UsageError
 
@@ -51,7 +52,7 @@ def check_gpus(workers: int) -> None:
 def too_few_gpus(gpus: int, who: str) -> str:
     """The message for more workers than GPUs. `who` is its subject, such as `4 workers`."""
     return (
-        f"{who}, but only {gpus} GPU{'s' * (gpus > 1)}, and each worker needs one of its own: start at most {gpus}, or "
+        f"{who}, but only {plural(gpus, 'GPU')}, and each worker needs one of its own: start at most {gpus}, or "
         "set CUDA_VISIBLE_DEVICES=-1 to train on CPUs"
     )
 

@@ -200,7 +200,9 @@ def optimizer_variables(optimizer: Optimizer) -> list[tf.Variable]:
         return variables
     # A property in Keras 3, a method in tf_keras.
     own = optimizer.variables
-    variables = as_tf(own() if callable(own) else own)
+    if callable(own):
+        own = own()
+    variables = as_tf(own)
     rate = getattr(optimizer, "_learning_rate", None)  # tf_keras doesn't list it
     if isinstance(rate, tf.Variable) and id(rate) not in map(id, variables):
         variables.append(rate)
@@ -240,7 +242,10 @@ def learning_rates(optimizer: Optimizer) -> list[float | None]:
     for member in optimizers:
         # `learning_rate` of a schedule is its value at this step; the attribute holds the schedule itself.
         rate = getattr(member, "_learning_rate", member.learning_rate)
-        rates.append(None if callable(rate) else float(np.asarray(rate)))
+        if callable(rate):
+            rates.append(None)
+        else:
+            rates.append(float(np.asarray(rate)))
     return rates
 
 

@@ -25,7 +25,8 @@ class PhaseMarker:
         self._clock: tf.Variable | None = None  # the seconds of each phase, and when the current one started
         with tf.device("CPU:0"):  # a variable on a GPU can't be read while the GPU computes
             if noted or timed:
-                self._doing = tf.Variable(HOST if timed else COMPUTE, trainable=False, dtype=tf.int64)
+                start = HOST if timed else COMPUTE
+                self._doing = tf.Variable(start, trainable=False, dtype=tf.int64)
             if timed:
                 self._clock = tf.Variable(tf.zeros([5], tf.float64), trainable=False)
 

@@ -11,8 +11,8 @@ from loop.backends.host_collectives import HostCollectives
 class Wishes(NamedTuple):
     """What one worker brings to a boundary. All of it travels in one collective, in this order.
 
-    The numbers come first, and only the chief's aren't 0: they are added up. Then comes what holds if it holds for all
-    workers. The flags follow: one worker that sets a flag sets it for all.
+    The numbers come first: they are added up, and are 0 on all workers but the chief. Then comes `part_written`, which
+    must hold on all workers. The flags follow: one worker that sets a flag sets it for all.
 
     Attributes:
         steps: how many steps the next call makes, by the chief.

@@ -34,13 +34,14 @@ def keep_bad_step(run: Run, skipped: bool) -> str:
     """
     progress = run.progress
     directory = run.directory / "bad"
-    step = progress.step - skipped  # the steps before the bad one
-    in_epoch = progress.step_in_epoch - skipped
+    counted = 1 if skipped else 0  # a skipped step has been counted; one that ended the run hasn't
+    step = progress.step - counted  # the steps before the bad one
+    in_epoch = progress.step_in_epoch - counted
     # Without a layout, all workers have read the same batch; else each adds its own rows, in a collective.
     same_batch = run.step.data.train.layout is None
     writes = run.backend.is_chief and len(checkpoint_files.complete(directory)) < MOST_BAD_STEPS
 
-    # Only the chief knows whether it writes, and to gather slices is a collective: all ask it first.
+    # Only the chief knows whether it writes. Gathering slices is a collective, so all workers ask the chief first.
     whole: Arrays = {}
     if run.sliced_variables:
         if not run.backend.broadcast_json(writes):
@@ -49,7 +50,8 @@ def keep_bad_step(run: Run, skipped: bool) -> str:
 
     if same_batch and not writes:  # no collective follows, so that only the chief goes on
         return ""
-    batch = packed(run.step.bad_batch(progress.epoch, in_epoch), None if same_batch else run.backend)
+    gathering = None if same_batch else run.backend
+    batch = packed(run.step.bad_batch(progress.epoch, in_epoch), gathering)
     if not writes:
         return ""
     bad = {"step": step + 1, "epoch": progress.epoch, "step_in_epoch": in_epoch, "names": run.step.not_finite}

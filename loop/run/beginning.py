@@ -21,7 +21,7 @@ def set_up(run: Run, bus: Bus) -> None:
         # The phases before that of the checkpoint are entered one by one: each fires the event for its data.
         path = run_directory.restore(run, lambda: enter_phase(run, bus))
     bus.fire("restore", path)
-    # Only now: an attempt that was refused above leaves `run.json` as the last one wrote it.
+    # Only now: an attempt that was refused above leaves `run.json` as the last attempt wrote it.
     with run.defer_errors(), run.watchdog.phase("opening the data"):
         run.run_status.start(run)
         run.data.open(run)

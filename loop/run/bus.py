@@ -47,7 +47,8 @@ _INTERNAL = {BroadcastVariables, ShardData, Sentinel}
 def callbacks_of(task: TrainTask, given: Iterable[Callback] | None, options: Options) -> list[Callback]:
     """All callbacks of a run: the standard set, those that were given, the task's own, and what the options add."""
     own = task.build_callbacks()
-    _check_list([] if given is None else given, "callbacks is an object")
+    if given is not None:
+        _check_list(given, "callbacks is an object")
     _check_list(own, "build_callbacks() returned an object")
     given = _check_unpacked(given)
     callbacks = complete(given, own)
@@ -63,10 +64,9 @@ def callbacks_of(task: TrainTask, given: Iterable[Callback] | None, options: Opt
         raise UsageError("keep='best' takes the weights of the best checkpoint: leave callbacks.Checkpoint in the set")
     # A run that a command tries or measures goes without these, also without the user's own: they take time, and they
     # would keep its results.
+    left_out = (Checkpoint, MLflowTracker, Progress)
     if any(getattr(callback, "alone", False) for callback in callbacks):
-        callbacks = [
-            callback for callback in callbacks if not isinstance(callback, Checkpoint | MLflowTracker | Progress)
-        ]
+        callbacks = [callback for callback in callbacks if not isinstance(callback, left_out)]
     return callbacks
 
 
@@ -160,9 +160,9 @@ class Bus:
         raise UsageError(unknown)
 
     def _adding(self, metric: str) -> list[Callback]:
-        """The callbacks of the user's, on any rank, that hear of the metrics among which this one would be.
+        """The user's own callbacks, on any rank, that may add this metric for the callbacks after them.
 
-        They may add it for those that are called after them.
+        These are all whose hook receives the metrics of its kind.
         """
         hook = "on_eval_end" if metric.startswith("eval_") else "on_epoch_end"
         adding = []
@@ -294,7 +294,10 @@ def _by_key(callbacks: list[Callback]) -> dict[str, Callback]:
 def _warn_of_no_hooks(callback: Callback) -> None:
     """Warns of methods that are named as hooks, such as those of Keras's callbacks, and would silently do nothing."""
     hooks = [f"on_{event}" for event in EVENTS]
-    others = [name for name in dir(type(callback)) if name.startswith("on_") and name not in hooks]
+    others = []
+    for name in dir(type(callback)):
+        if name.startswith("on_") and name not in hooks:
+            others.append(name)
     if others:
         # All hooks, not the nearest one: that of `on_epoch_begin` would be `on_epoch_end`.
         tell(

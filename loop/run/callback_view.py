@@ -159,8 +159,8 @@ class CallbackView:
 
     def _repr_html_(self) -> str:
         """What a notebook shows of a run: where it stands, and its metrics with their curves."""
-        place = f"epoch {self.progress.epoch + 1}, step {self.progress.step:,}"
-        return cell.html([type(self.task).__name__, place, str(self.directory)], self.history)
+        position = f"epoch {self.progress.epoch + 1}, step {self.progress.step:,}"
+        return cell.html([type(self.task).__name__, position, str(self.directory)], self.history)
 
     def stop(self, reason: str) -> None:
         """Asks all workers to end the run at the next boundary between calls."""

@@ -97,7 +97,7 @@ class Checkpointing:
         return bool(self._hold_reason) and not evaluating
 
     def next_outcome(self) -> int:
-        """How the oldest write came out whose end the other workers don't know: `WRITTEN`, `FAILED` or `NO_WRITE`."""
+        """The outcome of the oldest write, while other workers don't know it: `WRITTEN`, `FAILED` or `NO_WRITE`."""
         outcomes = self.writer.outcomes()
         if not outcomes:
             return NO_WRITE
@@ -115,7 +115,7 @@ class Checkpointing:
         """Notes the outcome, which all workers know now; returns the reason of a checkpoint that is complete, or ""."""
         if outcome == NO_WRITE:
             return ""
-        # By order alone: the outcome that travels is a number, and names no checkpoint.
+        # By order alone: the outcome is exchanged as a number, which names no checkpoint.
         reason, step = self._under_way.pop(0)
         if outcome == FAILED:
             return ""
@@ -130,7 +130,8 @@ class Checkpointing:
         self.policy.save_must_succeed |= run.decision.stop or run.at_end
         with run.defer_errors(), run.watchdog.phase("saving"), run.stopwatch.at("saving"):
             # Before `_snapshot`, which clears the reason to hold: a save takes the place of a hold.
-            reason = self._reason or self._hold_reason or run.stop_reason or ("end" if run.at_end else "signal")
+            usual_reason = "end" if run.at_end else "signal"
+            reason = self._reason or self._hold_reason or run.stop_reason or usual_reason
             self._reason = ""
             self._at_once = False
             held = self.held
@@ -138,7 +139,8 @@ class Checkpointing:
             if run.decision.check:
                 run.check_replicas()
 
-            self._write(list(filter(None, [held, self._snapshot(reason)])))
+            snapshots = [held, self._snapshot(reason)]
+            self._write([snapshot for snapshot in snapshots if snapshot is not None])
 
     def _write(self, pending: list[Snapshot]) -> None:
         """Starts to write snapshots, oldest first."""
@@ -200,7 +202,7 @@ class Checkpointing:
 
     def close(self) -> None:
         """Writes the held snapshot, waits for all writes, and ends the thread."""
-        # Without agreement, since other workers may be gone. What is held is complete, and newer than those on disk.
+        # Without agreement, since other workers may be gone. A held snapshot is complete, and newer than those on disk.
         held = self.held
         self.held = None
         if held is not None and held.state and self._run.backend.is_chief:

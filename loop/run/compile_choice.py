@@ -92,11 +92,7 @@ def _faster(run: Run, data: Data) -> str:
 
 
 def _step_seconds(run: Run, data: Data) -> tuple[float, float]:
-    """The seconds of a step in the graph and in XLA.
-
-    Raises:
-        _XLARefusedError: XLA can't compile the task.
-    """
+    """The seconds of a step in the graph and in XLA. An `_XLARefusedError` if XLA can't compile the task."""
     graph = _contender(run, data, GRAPH)
     try:
         xla = _contender(run, data, XLA)

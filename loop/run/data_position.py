@@ -89,8 +89,8 @@ class DataPosition:
                 f"{source.steps_per_epoch:,} in one: give the data that the run had, or start a new run"
             )
         has_drawn = self._start(run, position)
-        # A pipeline that draws within the epoch has drawn the same numbers again, and goes on to draw from there. For
-        # others the generators are where the checkpoint found them, since callbacks may draw, too.
+        # A pipeline that draws within the epoch has drawn the same numbers again, and must go on from there. Otherwise
+        # the generators get their state of the checkpoint, since callbacks may draw from them.
         if self.random_state is not None and not has_drawn:
             set_random_state(self.random_state)
         reason = "" if run.stops.signalled else source.unsaved(self.iterator)
@@ -124,7 +124,7 @@ class DataPosition:
                     f"train_data() isn't the pipeline whose position the checkpoint has ({error.message}): give the "
                     "old one, or read up to the position in the new one with accept_changes=True (--accept-changes)"
                 ) from None
-        # Also of another pipeline, its examples up to the position are read and dropped.
+        # The examples up to the position are read and dropped, also those of another pipeline.
         draws = self.epoch_random if position[1] else None
         self.iterator = source.start(*position, draws=draws, stopped=stopped)
         return draws is not None and random_state() != draws and not stopped()

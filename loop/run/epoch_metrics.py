@@ -70,7 +70,7 @@ class EpochMetrics:
                 known.add(name)
         for name in list(self.eval_metrics):
             owners = [known_set for known_set in known if name.startswith(evaluation_sets.prefix(known_set))]
-            # The longest name: of `val` and `val_hard`; that of a single set is "", whose prefix all metrics have.
+            # The longest name counts: `val_hard` rather than `val`, or "", the name of a single set, which always fits.
             if owners and max(owners, key=len) not in sets:
                 del self.eval_metrics[name]
         if sets and "" not in sets:
@@ -155,7 +155,7 @@ class EpochMetrics:
         """
         if not progress.step_in_epoch:
             raise _no_steps(progress.epoch + 1, options)
-        # Without a number of examples, the checkpoint's totals were of other values, and no step has been made since.
+        # A scalar stands for no totals: those of the checkpoint were of other values, and no step has followed it.
         is_known = bool(self.totals.shape)
         means = self.means(step, self.totals) if is_known else dict.fromkeys(step.metric_names(), math.nan)
         metrics = {**means, **self.eval_metrics}

@@ -21,7 +21,7 @@ _SIGNS = re.compile("OOM|out of memory|allocat")
 
 def translated(run: Run, error: BaseException) -> OutOfMemoryError | None:
     """The error to raise instead of what has ended the run, if a step had too little memory; else None."""
-    # MemoryError: of the host, for example when arrays are read.
+    # A MemoryError is about memory of the host, for example when arrays are read.
     exhausted = isinstance(error, tf.errors.ResourceExhaustedError) and _SIGNS.search(str(error))
     if not (exhausted or isinstance(error, MemoryError)):
         return None

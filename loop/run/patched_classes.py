@@ -20,21 +20,22 @@ _LIBRARIES = ("loop", "callbacks", "builtins", "abc", "typing")
 
 
 def patched(kind: type, source: str | None) -> dict[str, dict[str, str]]:
-    """The digests of attributes that aren't what the code of their class says, by the class's place in the order of
-    inheritance, and by name: two classes of one name may stand there.
+    """The digests of attributes that differ from what the code of their class says, by class and attribute name.
+
+    A class is given as its position in the order of inheritance, since two classes there may have one name.
 
     `source` is the text of the module that has the class; None: the file of each class's module.
     """
-    found: dict[str, dict[str, str]] = {}
-    for place, base in enumerate(kind.__mro__):
+    digests_of_classes: dict[str, dict[str, str]] = {}
+    for position, base in enumerate(kind.__mro__):
         if base.__module__.partition(".")[0] in _LIBRARIES:
             continue
         node = _definition(base, source)
         if node is not None:
             digests = {name: digest_of(base, name) for name in _changed(base, node)}
             if digests:
-                found[str(place)] = digests
-    return found
+                digests_of_classes[str(position)] = digests
+    return digests_of_classes
 
 
 def _definition(kind: type, source: str | None) -> ast.ClassDef | None:
@@ -45,16 +46,18 @@ def _definition(kind: type, source: str | None) -> ast.ClassDef | None:
             if path is None or "site-packages" in path:
                 return None
             source = Path(path).read_text()
-        nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
-        named = [node for node in nodes if node.name == kind.__name__]
-        return next(reversed(named), None)
+        definition = None
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
+                definition = node  # of several, the last one counts
+        return definition
     return None
 
 
 def _changed(kind: type, node: ast.ClassDef) -> Iterator[str]:
     """The names of attributes that differ from what a class's statement says, as far as that is plain to see."""
     said = _Said(node)
-    # A field's default was taken when the class was made: what the attribute is now decides nothing.
+    # A field's default was taken when the class was made: a later change of the attribute has no effect.
     fields = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     unknown = said.others.union(fields)
     for name in dict.fromkeys([*said.literals, *said.methods, *vars(kind)]):
@@ -66,7 +69,7 @@ class _Said:
     """What the statement of a class says about its attributes.
 
     Attributes:
-        literals: the values of those that are constants.
+        literals: the attributes that are set to constants, with their values.
         methods: the names of its methods without decorators.
         others: all other names in it, whose values aren't known without running it.
     """
@@ -85,7 +88,7 @@ class _Said:
                     self.literals[name] = value
                 case _:
                     self.others.update(bound_by(statement))
-        # What a name is bound to twice is left alone, too: the order decides.
+        # A name that is bound twice is left alone, too: the order would decide.
         self.others |= self.methods & self.literals.keys()
 
 

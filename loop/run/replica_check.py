@@ -17,8 +17,8 @@ def check_same(names: Iterable[str], fingerprints: Mapping[int, list[str]], loca
     """
     for index, name in enumerate(names):
         hashes = [of_replica[index] for of_replica in fingerprints.values()]
-        # What most have is taken for right, so that the message names the few that differ.
-        # Of several such hashes, the chief's if it is one of them.
+        # The most frequent hash is taken for right, so that the message names the few replicas that differ; if several
+        # are equally frequent, the chief's.
         expected = max(hashes, key=lambda value: (hashes.count(value), value == hashes[0]))
         differing = []
         for replica, value in enumerate(hashes):

@@ -115,13 +115,13 @@ def _evaluated_best(run: Run) -> history.Row:
     assert run.best is not None
     if not run.best["metric"].startswith("eval_"):
         return {}
-    found: history.Row = {}
+    metrics: history.Row = {}
     # Another evaluation of the same epoch may have followed, so that the history doesn't have it.
     for entry, _ in journal.read(run.directory / journal.NAME, events=("eval_end",)):
         if entry.get("step") == run.best["step"]:
             with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError, OverflowError):  # malformed
-                found = history.as_numbers(entry["metrics"])
-    return found | {run.best["metric"]: run.best["value"]}
+                metrics = history.as_numbers(entry["metrics"])
+    return metrics | {run.best["metric"]: run.best["value"]}
 
 
 def check_is_path(path: object, call: str, others: str = "") -> None:
@@ -160,10 +160,12 @@ def result(run: Run) -> FitResult:
     best_step = run.run_status.best_step
     metrics = dict(run.history[-1]) if run.history else {}
     if best_step is not None:
-        # The row of its epoch, which may have ended later.
-        row = next((row for row in run.history if row["step"] >= best_step), metrics)
-        metrics = row | run.run_status.best_metrics
-    # Position, not metrics: the result has it in fields of its own.
+        for row in run.history:
+            if row["step"] >= best_step:  # the row of its epoch, which may have ended later
+                metrics = dict(row)
+                break
+        metrics |= run.run_status.best_metrics
+    # These are no metrics: the result has fields of its own for the position.
     for name in COUNTERS:
         metrics.pop(name, None)
     return FitResult(

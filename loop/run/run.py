@@ -124,8 +124,9 @@ class Run(CallbackView):
         # A checkpoint or a stop waits for the end of an evaluation, unless a signal asks for it.
         evaluating = self.epoch.evaluating
         member = self.backend.member
+        own_steps = steps if self.backend.is_chief else 0  # the numbers of all workers are added up
         return Wishes(
-            steps=steps if self.backend.is_chief else 0,  # the numbers of all workers are added up
+            steps=own_steps,
             write_outcome=outcome,
             part_written=self.checkpointing.parts.written,
             failing=self.errors.pending,
@@ -184,7 +185,11 @@ class Run(CallbackView):
     @property
     def evaluated_sets(self) -> list[str]:
         """The names of the evaluation sets that this run evaluates."""
-        return [name for name in self.step.evaluations if evaluation_sets.pace(self.options, name) != "never"]
+        names = []
+        for name in self.step.evaluations:
+            if evaluation_sets.pace(self.options, name) != "never":
+                names.append(name)
+        return names
 
     @property
     def evaluation_due(self) -> bool:

@@ -155,17 +155,17 @@ def restore(run: Run, enter_phase: Callable[[], None]) -> Path | None:
     Raises:
         UsageError: the checkpoint is of other settings or another model. (On all workers, by `Run.synchronize`.)
     """
-    found = None
+    checkpoint = None
     tensors = None
     if run.backend.is_chief:
         with run.defer_errors():
-            found, tensors = _read(run)
+            checkpoint, tensors = _read(run)
     run.synchronize()
 
-    found = run.backend.broadcast_json(found)
-    if found is None:
+    checkpoint = run.backend.broadcast_json(checkpoint)
+    if checkpoint is None:
         return None
-    path, state, adopted = found
+    path, state, adopted = checkpoint
     with run.defer_errors(), of_a_run(path):
         # Phase by phase, as in training: what a phase freezes decides which variables the optimizer has.
         for _ in range(index_of(state, run.task)):
@@ -223,7 +223,9 @@ def _find(run: Run) -> Located | None:
     # Once the run has checkpoints of its own, it goes on from them, not from where it started again.
     if own or resume in ("auto", "never"):
         return newest(own)
-    return locate(copies.copy(address.read_url(str(resume))) if address.is_url(resume) else launch_path(resume))
+    if address.is_url(resume):
+        return locate(copies.copy(address.read_url(str(resume))))
+    return locate(launch_path(resume))
 
 
 def newest(paths: list[Path]) -> Located | None:
@@ -359,9 +361,9 @@ def differences(pairs: Pairs) -> list[str]:
 
 def _changed(pairs: Pairs) -> Pairs:
     """The pairs whose values differ."""
-    # Secrets aren't recorded, not even hashed, and can't be compared: a password may change between two attempts.
-    return {
-        name: (was, is_)
-        for name, (was, is_) in pairs.items()
-        if was != is_ and HIDDEN not in json.dumps([was, is_], default=str)
-    }
+    changed = {}
+    for name, (was, is_) in pairs.items():
+        # Secrets aren't recorded, not even hashed, and can't be compared: a password may change between two attempts.
+        if was != is_ and HIDDEN not in json.dumps([was, is_], default=str):
+            changed[name] = (was, is_)
+    return changed

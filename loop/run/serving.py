@@ -112,11 +112,7 @@ class Served(tf.Module):
     """
 
     def __init__(
-        self,
-        model: Model,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        other_shapes: Sequence[tf.TensorShape] = (),
+        self, model: Model, args: tuple[Any, ...], kwargs: dict[str, Any], other_shapes: Sequence[tf.TensorShape] = ()
     ) -> None:
         super().__init__()
         self.model: Model = model
@@ -135,7 +131,8 @@ class Served(tf.Module):
     def _spec(self, index: int, leaf: tf.Tensor, name: str) -> tf.TensorSpec:
         """The shape of an input: any number of examples, and open axes where the model leaves them open."""
         known = [symbol.shape for symbol in getattr(self.model, "inputs", None) or ()]
-        shape = tf.TensorShape([None, *leaf.shape[1:]] if leaf.shape.rank else [])  # a scalar has no axis of examples
+        sizes = [None, *leaf.shape[1:]] if leaf.shape.rank else []  # a scalar has no axis of examples
+        shape = tf.TensorShape(sizes)
         others = self._other_shapes.value
         if len(others) == len(self._inputs.value) and others[index].rank == shape.rank:
             shape = shape.most_specific_common_supertype([others[index]])  # open in the axes that differ
@@ -151,7 +148,7 @@ class Served(tf.Module):
 
     def call(self, inputs: dict[str, tf.Tensor]) -> Outputs:
         """The model's outputs."""
-        args, kwargs = self._with_inputs(map(inputs.__getitem__, self._inputs.value))
+        args, kwargs = self._with_inputs(inputs[name] for name in self._inputs.value)
         return plain_outputs(as_written(called)(self.model, args, kwargs))
 
     def named_function(self) -> tf.types.experimental.PolymorphicFunction:

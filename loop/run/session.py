@@ -34,18 +34,18 @@ class Session:
 
     Args:
         options: those of `fit`, the same in all phases.
-        index: of the phase that is entered. The phases before it are entered, too, in order.
+        index: the index of the phase that is entered. The phases before it are entered, too, in order.
         trained_on: for a model that isn't trained here, the number of replicas on which it was trained.
         change: replaces the data that the task returns, for example by a part of it.
 
     Attributes:
         options: those of `fit`, which callbacks may change in `on_setup`.
-        index: of the phase.
+        index: the index of the phase.
         phase_options: the same, with what the phase has of its own.
         data: the sources, not sharded yet.
         built: model and optimizer.
-        learning_rates: of the optimizers, as the task has set them.
-        model_variables: those of the model, of each phase so far.
+        learning_rates: the learning rates of the optimizers, as the task has set them.
+        model_variables: the model's variables in each phase so far.
         step: the compiled step, once `make_step` has made it.
 
     Raises:
@@ -217,6 +217,6 @@ def enter(task: TrainTask, options: Options, index: int) -> Options:
 
 def index_of(manifest: Json, task: TrainTask) -> int:
     """The index of the phase in which a checkpoint was taken, by its manifest."""
-    # The task may have fewer phases than it had: `_compare` in `run_directory` says so, and not an index out of range.
+    # The task may have fewer phases than it had. Then `_compare` in `run_directory` refuses it, and says why.
     index = operator.index(manifest.get("phase", {}).get("index", 0))  # which refuses what is no integer
     return max(0, min(index, len(phases_of(task)) - 1))

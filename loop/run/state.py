@@ -131,7 +131,7 @@ def stored_history(path: Path, state: Json) -> list[history.Row]:
     if lost := history.missing(rows, done.epoch):
         tell(
             f"note: the history lacks {lost} of the {done.epoch} epochs before the checkpoint {path}: it stands in "
-            f"{source}, which doesn't have them. Training goes on exactly",
+            f"{source}, which doesn't have them. Training goes on exactly"
         )
     return rows
 
@@ -143,7 +143,9 @@ def streams(run: Run) -> Arrays:
         state = source.state(run.data.iterator) if run.backend.is_chief else None
         return {} if state is None else {f"{STREAM}00000": state}
     state = source.state(run.data.iterator)
-    states = run.backend.gather_bytes(state if state is not None else np.zeros(0, np.uint8))
+    if state is None:
+        state = np.zeros(0, np.uint8)
+    states = run.backend.gather_bytes(state)
     # Without the state of one worker, the others' are of no use: a resumed run reads up to its position instead.
     if not all(map(len, states)):
         return {}
@@ -215,7 +217,7 @@ def restore(run: Run, tensors: Arrays | None, state: Json, adopted: Sequence[str
     run.data.restore_random(mine)
     run.progress.restore(state["progress"])
     run.epoch.restore(state)
-    # Totals of other values, since `compute` was changed: the epoch's means are those of its other steps.
+    # If `compute` was changed, the totals are of other values: the epoch's means are those of the steps that follow.
     if "epoch_metrics" in state and state["epoch_metrics"] != run.step.metric_names():
         run.epoch.clear_totals()
     run.epoch.drop_evaluations(run.evaluated_sets)
@@ -247,18 +249,18 @@ def scatter(run: Run, tensors: Arrays | None) -> None:
 def adopt(run: Run, state: Json) -> None:
     """Applies options that have changed, which the user has accepted, to what was restored."""
     run.epoch.replace_totals()  # the epoch's means are those of the steps with the new options
-    # Those of the phase, which may have a size of its own. Rounded down to a step of the new size: some examples may
+    # The sizes of the phase, which may have one of its own. Rounded down to a step of the new size: some examples may
     # come twice, but none is left out.
     old, new = recorded_batch_size(state), run.session.phase_options["batch_size"]
     run.progress.step_in_epoch = run.progress.step_in_epoch * old // new
     steps_per_epoch = run.step.data.train.steps_per_epoch
-    # Of an epoch whose evaluation is under way, the last batch may have been a short one. Between two epochs, the old
-    # one has ended, too, but the position is that of the new one.
+    # After an epoch's last step, which may have had a short batch, rounding down would repeat examples. Between two
+    # epochs, the position is already that of the new one, with no step.
     if run.epoch.ended and run.progress.step_in_epoch and steps_per_epoch is not None:
         run.progress.step_in_epoch = steps_per_epoch
     optimizers = run.optimizer.values() if isinstance(run.optimizer, dict) else [run.optimizer]
     learning_rates = run.session.learning_rates
-    # Only a rate that the task has changed since: a schedule or a callback may have changed the restored one.
+    # Only a rate that the task has changed since. Otherwise the restored one stays, which a callback may have changed.
     for optimizer, before, now in zip(optimizers, state["learning_rates"], learning_rates, strict=False):
         if now is not None and (before is None or now != float(before)):
             optimizer.learning_rate = now
@@ -319,7 +321,9 @@ def named_variables(run: Run) -> dict[str, Variable]:
             whole = average if shards is None else SlicedVariable(average, shards.slicings[index])
             named[names[id(weight)].replace("model/", AVERAGES, 1)] = whole
     named |= numbered("carried", carried_variables(run.model))
-    return named | numbered("scale", run.step.scale.variables if run.step.scale else [])
+    if run.step.scale:
+        named |= numbered("scale", run.step.scale.variables)
+    return named
 
 
 def sliced_variables(run: Run) -> dict[str, SlicedVariable]:
@@ -355,8 +359,10 @@ def assign(variables: Mapping[str, Variable], tensors: Arrays) -> None:
         UsageError: there are more or fewer variables than stored tensors, or one has another shape or dtype.
     """
     own = Counter(map(_kind, variables))
-    if set(own) == {"model"} and len(tensors) > len(variables) == len(once := each_once(tensors)):
-        tensors = once  # shared weights, which training alone can't go on with: see `other_number`
+    if set(own) == {"model"} and len(tensors) > len(variables):
+        once = each_once(tensors)
+        if len(once) == len(variables):
+            tensors = once  # an older version saved shared weights several times; only training can't use these
     stored = Counter(map(_kind, tensors))
     for kind in own | stored:
         if own[kind] != stored[kind]:

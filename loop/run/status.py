@@ -68,7 +68,8 @@ class RunStatus:
         self.started = True
         if run.backend.is_chief:
             file = (target_of(run.task) or "").rpartition(":")[0]
-            self._provenance = provenance.collect(run.directory, Path(file) if file else None)
+            task_file = Path(file) if file else None
+            self._provenance = provenance.collect(run.directory, task_file)
             self._tell_changes(run)  # before `run.json` is written anew
         self.write(run, "running")
 
@@ -101,7 +102,7 @@ class RunStatus:
         about = {} if self.started else read_json(path)
         if about and about.get("status") != "running":
             return
-        # What is there says "running": the last attempt was killed, and could not write how it ended.
+        # It may still say "running": the last attempt was killed, and could not write how it ended.
         about = about or {**redact(run.info), "progress": dataclasses.asdict(run.progress)}
         if self.started:
             about["checkpoint"] = run.checkpointing.newest

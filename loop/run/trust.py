@@ -25,13 +25,15 @@ MOST = 2000
 
 
 def note(directory: Path, target: str | None, plan: object = None) -> None:
-    """Records that this user has started a run in a directory. Best effort: without it, `--target` must be given.
+    """Records that this user has started a run in a directory. Best effort: without a record, commands need `--target`.
 
     `target` is that of the task, with an absolute path; None: the task can't be named. Of a sweep, `plan` is what is
     done when it is resumed.
     """
-    # Without a target, the entry of an earlier task would name other code than that of this run.
-    _record(directory, {} if target is None else {"target": target, "plan": _digest(plan)})
+    if target is None:
+        _record(directory, {})  # removes the entry of an earlier task, which names other code
+    else:
+        _record(directory, {"target": target, "plan": _digest(plan)})
 
 
 def note_store(directory: Path, uri: str) -> None:

@@ -89,8 +89,10 @@ def fit_in_workers(
 
 def _result(printed: Json, model: Model) -> FitResult:
     """The result, from what the command has printed."""
-    # The command prints more, and not the model.
-    values: Json = {field.name: printed[field.name] for field in dataclasses.fields(FitResult) if field.name in printed}
+    values: Json = {}
+    for field in dataclasses.fields(FitResult):
+        if field.name in printed:  # all but the model
+            values[field.name] = printed[field.name]
     # nan and infinities are texts in JSON.
     values["metrics"] = history.as_numbers(printed["metrics"])
     values["history"] = list(map(history.as_numbers, printed["history"]))
@@ -105,11 +107,7 @@ def _backend(backend: object) -> str | None:
 
 
 def _typed_options(task: TrainTask, given: Mapping[str, object]) -> list[str]:
-    """The options of `fit` as they are typed.
-
-    Raises:
-        UsageError: one can't be typed.
-    """
+    """The options of `fit` as they are typed. Refuses an option that can't be typed."""
     typed = []
     for name, value in given.items():
         flag = name.replace("_", "-")
@@ -136,11 +134,7 @@ def _text(value: object) -> str:
 
 
 def _typed_fields(task: TrainTask) -> list[str]:
-    """The task's hyperparameters that differ from their defaults, as they are typed.
-
-    Raises:
-        UsageError: one can't be typed.
-    """
+    """The hyperparameters that differ from their defaults, as they are typed. Refuses one that can't be typed."""
     defaults: dict[str, object] = {}
     usual = field_defaults(type(task)).values()
     if usual and not any(value is dataclasses.MISSING for value in usual):
@@ -197,17 +191,13 @@ def _equal(one: object, other: object) -> bool:
 
 
 def _tracking(callbacks: Iterable[Callback] | None) -> list[str]:
-    """The options of the command that do what the given callbacks ask for.
-
-    Raises:
-        UsageError: callbacks that can't be handed to other processes.
-    """
+    """The options of the command that do what the given callbacks ask for. Refuses callbacks that it can't pass on."""
     if callbacks is None:
         return []
     kinds = set(map(type, callbacks))
     usual = {type(callback): _settings(callback) for callback in standard()}
     is_usual = isinstance(callbacks, StandardSet) and usual.keys() - {MLflowTracker} <= kinds <= usual.keys()
-    # One that was made with other settings would be replaced, without a word, by the usual one.
+    # A callback that was made with other settings would be replaced by the usual one without a warning.
     if not is_usual or any(_settings(callback) != usual[type(callback)] for callback in callbacks):
         raise UsageError(
             "fit(workers=...) with callbacks: objects can't be handed to other processes: return them from the task's "
@@ -217,8 +207,12 @@ def _tracking(callbacks: Iterable[Callback] | None) -> list[str]:
 
 
 def _settings(callback: Callback) -> dict[str, object]:
-    """What a callback was made with; without what it keeps for itself, and the best value of a training before."""
-    return {name: value for name, value in vars(callback).items() if not name.startswith(("_", "best"))}
+    """The attributes of a callback that its arguments have set: not its private ones, and not the best value so far."""
+    settings = {}
+    for name, value in vars(callback).items():
+        if not name.startswith(("_", "best")):
+            settings[name] = value
+    return settings
 
 
 def _train(arguments: list[str]) -> Json:
@@ -229,14 +223,19 @@ def _train(arguments: list[str]) -> Json:
         TrainingError: it has failed.
     """
     environment = dict(os.environ)
-    # In a trial of a sweep, it names the launcher of this process, and the command would end at once: see
+    # In a trial of a sweep, the variable names the launcher of this process, and the command would end at once: see
     # `die_with_parent`.
     environment.pop(LAUNCHER, None)
     process = start_worker(worker_command(["train", *arguments, "--json"]), environment)
     results: list[str] = []
-    assert process.stdout is not None
+    stdout = process.stdout
+    assert stdout is not None
+
+    def read_results() -> None:
+        results.extend(printed_lines(process, stdout))
+
     # Both pipes are read at the same time: a full one would stop the process.
-    reader = Thread(target=lambda: results.extend(printed_lines(process, process.stdout)), daemon=True)  # type: ignore[arg-type]
+    reader = Thread(target=read_results, daemon=True)
     reader.start()
     problem = ""
     try:

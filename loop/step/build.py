@@ -235,14 +235,14 @@ def _try_compute(
     compute = PenaltyTrial(call, model)
     with put_back(_state(task, model, made, backend)):
         names = trial.names(compute)
-        found = compute.found(trial)
+        penalties = compute.found(trial)
         # A layer that isn't Keras's may add a sum over rows in training alone. One replica with all rows may have it.
-        if trial.shares_batches and not found.grow and trial.fixed is None and _has_own_layers(model):
+        if trial.shares_batches and not penalties.grow and trial.fixed is None and _has_own_layers(model):
             with contextlib.suppress(Exception):  # a mistake in it shows when the step is traced
-                found = compute.found_in_training(trial, found)
+                penalties = compute.found_in_training(trial, penalties)
         warn_of_state(compute.in_training, trial, model)
         warn_of_loss(compute, trial, model, names)
-    return names, found
+    return names, penalties
 
 
 def try_evaluation(

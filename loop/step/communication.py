@@ -113,8 +113,10 @@ def average(backend: Backend, variables: Sequence[tf.Variable]) -> None:
             own_distances[index] = tf.where(value == chief_value, tf.zeros_like(value), value - chief_value)
     distances = dict(zip(own_distances, backend.all_reduce(list(own_distances.values())), strict=True))
     for index, (variable, chief_value) in enumerate(zip(variables, chief_values, strict=True)):
-        is_mean = index in distances
-        variable.assign(chief_value + distances[index] / backend.replicas if is_mean else chief_value)
+        if index in distances:
+            variable.assign(chief_value + distances[index] / backend.replicas)
+        else:
+            variable.assign(chief_value)
 
 
 def split(sizes: Sequence[int], groups: int) -> list[list[int]]:

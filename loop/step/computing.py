@@ -150,8 +150,10 @@ class Computing:
             return compute(None)
         # One example is enough: what is computed on it counts for nothing.
         if source in self.computed_by_all:
-            first = tf.nest.map_structure(lambda tensor: tensor[:1], source.example)
-            return compute(first if self._fixed_rows is None else of_size(first, self._fixed_rows))
+            stand_in = tf.nest.map_structure(lambda tensor: tensor[:1], source.example)
+            if self._fixed_rows is not None:
+                stand_in = of_size(stand_in, self._fixed_rows)
+            return compute(stand_in)
         # `tf.cond` traces `compute` first. `without_rows` needs that: it must return zeros for the variables that
         # `compute` has found to be connected.
         return tf.cond(count(rows.batch) > 0, lambda: compute(None), without_rows)

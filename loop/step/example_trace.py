@@ -44,11 +44,7 @@ class Trial:
     """
 
     def __init__(
-        self,
-        example: Batch,
-        rows: RowCounts | None = None,
-        stateful: int | None = None,
-        inputs: Sequence[int] = (),
+        self, example: Batch, rows: RowCounts | None = None, stateful: int | None = None, inputs: Sequence[int] = ()
     ) -> None:
         self.example = example
         self._rows = rows
@@ -61,7 +57,7 @@ class Trial:
         likely += inputs
         if rows is not None:
             likely.append(rows.batch_size)
-        self._likely = list(filter(None, dict.fromkeys(likely)))
+        self._likely = [size for size in dict.fromkeys(likely) if size]
         self.fixed: int | None = None
         self.seen: tuple[Values, Values] | None = None
 
@@ -190,7 +186,9 @@ class Trial:
 
     def few(self, compute: Compute, rows: slice = slice(None), example: Batch | None = None) -> None:
         """Calls `compute` with some of the few examples, or of others, for what it does beside its values."""
-        batch = tf.nest.map_structure(lambda tensor: tensor[rows], self.example if example is None else example)
+        if example is None:
+            example = self.example
+        batch = tf.nest.map_structure(lambda tensor: tensor[rows], example)
         with probing(_rows(batch)):
             compute(batch)
 
@@ -312,7 +310,8 @@ def tried_step(
     task: TrainTask, optimizer: Optimizer, model: Model, trial: Trial, backend: Backend
 ) -> dict[str, list[str]]:
     """Tries the task's own `train_step`; returns the names of the values of each `step.minimize` in it."""
-    step = StepTrial(list(optimizer) if isinstance(optimizer, Mapping) else [], model, trial, backend)
+    names = list(optimizer) if isinstance(optimizer, Mapping) else []
+    step = StepTrial(names, model, trial, backend)
     task.train_step(model, step)
     if not step.minimized:
         raise UsageError("train_step() never called step.minimize(...): nothing is trained")

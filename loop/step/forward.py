@@ -140,7 +140,8 @@ class ForwardPass:
                 rows = rows._replace(first=0, kept=None)
             # A TPU takes known sizes alone. Without XLA the size stays open: by it, `row_random` recognizes draws that
             # have a number for each row.
-            rows = rows.of_count(source.even_count(parts) if isinstance(source, ArraySource) else None)
+            known_count = source.even_count(parts) if isinstance(source, ArraySource) else None
+            rows = rows.of_count(known_count)
             compute = tf.function(compute, jit_compile=True, autograph=False)
         elif computing.isolated and source not in computing.computed_by_all:
             compute = tf.function(compute, autograph=False, experimental_attributes={"_noinline": True})
@@ -180,13 +181,7 @@ class ForwardPass:
         return gradients, totals, states
 
     def _objective(
-        self,
-        loss: tf.Tensor,
-        weight: tf.Tensor,
-        rows: Rows,
-        batch_rows: tf.Tensor,
-        replica: Replica,
-        uneven: bool,
+        self, loss: tf.Tensor, weight: tf.Tensor, rows: Rows, batch_rows: tf.Tensor, replica: Replica, uneven: bool
     ) -> tf.Tensor:
         """The scalar that is differentiated: S + W * sum(model.losses).
 

@@ -68,7 +68,10 @@ def are_finite(loss: tf.Tensor, gradients: Mapping[int, Gradient], trained: Sequ
         sums[index] = tf.abs(total) if total.dtype.is_complex else total  # a cast would lose the imaginary part
     checked = [loss]
     for index in trained:
-        checked.append(tf.cast(sums[index], loss.dtype) if index in sums else tf.zeros_like(loss))
+        if index in sums:
+            checked.append(tf.cast(sums[index], loss.dtype))
+        else:
+            checked.append(tf.zeros_like(loss))
     return tf.math.is_finite(tf.stack(checked))
 
 

@@ -117,8 +117,11 @@ def shapes_hint(model: Model, batch: Batch, error: BaseException) -> str:
     """The message for an error about shapes: the shapes of the examples, the cause, and the fix if it is known."""
     text = str(error)
     # The first line that is about shapes; the others are the arguments of the call, and where it was.
-    about_shapes = filter(_SHAPES.search, text.splitlines())
-    cause = next(map(str.strip, about_shapes), text)
+    cause = text
+    for line in text.splitlines():
+        if _SHAPES.search(line):
+            cause = line.strip()
+            break
     # Without the names of TensorFlow's internal operations.
     cause = re.sub(r"^.*?__wrapped__\w+_device_\S+\s*|\{\{[^}]*\}\}\s*|\s*\[Op:\w+\].*$", "", cause)
     fix = _inputs_fix(model, batch, text) or _labels_fix(batch, text) or "look at the shapes of inputs and labels"

@@ -191,8 +191,10 @@ def _of_one_rank(first: tf.Tensor, second: tf.Tensor) -> tuple[tf.Tensor, tf.Ten
 
 def _inner_size(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """The number of elements of each example: a scalar."""
-    known = tensor.shape[1:].num_elements()
-    return tf.cast(tf.reduce_prod(tf.shape(tensor)[1:]) if known is None else known, dtype)
+    size = tensor.shape[1:].num_elements()
+    if size is None:
+        size = tf.reduce_prod(tf.shape(tensor)[1:])
+    return tf.cast(size, dtype)
 
 
 def _number(value: float | tf.Tensor, dtype: tf.DType) -> tf.Tensor:
@@ -293,7 +295,9 @@ def class_weights(labels: Tensors, by_class: Mapping[int, float]) -> tf.Tensor:
     labels = tf.convert_to_tensor(labels)
     if labels.shape.rank and labels.shape.rank > 1:
         labels = tf.squeeze(labels, -1) if labels.shape[-1] == 1 else tf.argmax(labels, -1)
-    classes = tf.cast(tf.round(labels) if labels.dtype.is_floating else labels, tf.int32)
+    if labels.dtype.is_floating:
+        labels = tf.round(labels)
+    classes = tf.cast(labels, tf.int32)
     least = min(by_class)
     greatest = max(by_class)
     weights = [by_class.get(index, 1.0) for index in range(least, greatest + 1)]

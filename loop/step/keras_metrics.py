@@ -73,7 +73,9 @@ class Metrics:
             taken: how often each name has been given; changed.
         """
         for output, group in enumerate(groups):
-            for index, metric in enumerate(group.metrics if group else ()):
+            if not group:
+                continue
+            for index, metric in enumerate(group.metrics):
                 name = names[index] if names else _name(metric.name, group.output_name, by_weight, taken)
                 self._flat.append(_OutputMetric(name, metric, output, by_weight))
 

@@ -71,12 +71,6 @@ class LocalStepsLoop(BatchLoop):
 
     The number of steps between two averages must not depend on what is computed. Replicas don't communicate between
     averages, and all of them must enter the collectives of each average.
-
-    Args:
-        context: what all traces share.
-        iterator: what the `start` of the source returned.
-        epoch: the epoch, int64 [].
-        end: the step within the epoch before which the loop ends, int64 [].
     """
 
     def run(self, state: LoopState) -> LoopState:
@@ -225,7 +219,10 @@ class BlockLoop:
             # A variable without a gradient keeps its sign: the loop must carry the same tensors in each step.
             added = []
             for index, sign in enumerate(signs):
-                added.append(sign + trace.signs[index] if index in trace.signs else sign)
+                if index in trace.signs:
+                    added.append(sign + trace.signs[index])
+                else:
+                    added.append(sign)
             return position + 1, added, state
 
         # Counted from a constant 0: XLA would take a number from outside for a constant, and compile anew for each.

@@ -45,7 +45,10 @@ class MetricSums:
     @property
     def state_width(self) -> int:
         """The length of the vector of states: all numbers of all metrics."""
-        return sum(map(sum, map(_sizes, self.metrics.values())))
+        width = 0
+        for metric in self.metrics.values():
+            width += sum(_sizes(metric))
+        return width
 
     def sums(self, values: Mapping[str, Value], dtype: tf.DType) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """The weighted sum of the loss, which is differentiated; and the sums of all values.
@@ -277,7 +280,9 @@ def _is_sum_over_rows(
     # The parts stand for the rows of two replicas, whose states are added up. The whole is cut as well: a cut tensor
     # has lost the mask that Keras may have given it.
     try:
-        of_all, of_first, of_rest = map(states, (slice(rows), slice(1), slice(1, rows)))
+        of_all = states(slice(rows))
+        of_first = states(slice(1))
+        of_rest = states(slice(1, rows))
     except Exception:
         return True  # it takes no other number of rows
     added = list(map(tf.add, of_first, of_rest))

@@ -15,6 +15,7 @@ from loop.step.batch_norm import batch_norm_variables, normalized_kernels, seeds
 from loop.step.example_trace import Compute, Trial, put_back
 from loop.step.metric_sums import MetricSums
 from loop.step.replica import all_gathers, probing
+from loop.step.variable_values import have_changed
 from loop.task import Batch, Model, Values
 
 _REMEDY = "Take the rows of all replicas from loop.all_gather(...); `tfloop verify` shows the difference"
@@ -117,7 +118,7 @@ def _depends(compute: Compute, example: Batch, together: Values, alone: Values, 
         if not _same(_values(compute, example, rows)["loss"], values["loss"]):
             return False
     # Where BatchNormalization has taken statistics of the batch, these are those of all replicas in a step.
-    if any(not np.array_equal(old, variable.numpy()) for old, variable in zip(before, shared, strict=True)):
+    if have_changed(shared, before):
         return False
     others = _values(compute, example, slice(1, None))
     # Not example by example: a mean that is repeated for each row has the right sum.
@@ -171,12 +172,11 @@ def _changing(model: Model) -> list[tf.Variable]:
     """The variables that a call of the model may change, without those whose changes are known to be right."""
     # BatchNormalization's statistics are those of all replicas. Seeds count calls.
     known = set(map(id, batch_norm_variables(model))) | set(map(id, seeds(model)))
-    return [variable for variable in state(model) + normalized_kernels(model) if id(variable) not in known]
-
-
-def _changed(variables: Sequence[tf.Variable], before: Sequence[np.ndarray]) -> bool:
-    """Whether a variable hasn't the value that it had before."""
-    return any(not np.array_equal(old, variable.numpy()) for old, variable in zip(before, variables, strict=True))
+    variables = []
+    for variable in state(model) + normalized_kernels(model):
+        if id(variable) not in known:
+            variables.append(variable)
+    return variables
 
 
 def _values(compute: Compute, example: Batch, rows: slice) -> Values:

@@ -34,7 +34,8 @@ def assign_optimizers(task: TrainTask, model: Model, optimizer: Optimizer) -> As
         raise UsageError("build_optimizer() returned an empty dict: return at least one optimizer")
     assigned: AssignedOptimizers = {}
     for name, member in optimizer.items():
-        _check_optimizer(member, model, f" for {name!r}" if name else "")
+        which = f" for {name!r}" if name else ""
+        _check_optimizer(member, model, which)
         assigned[name] = (member, [])
     for index, owner in enumerate(_owners(task, model, list(optimizer))):
         _, indices = assigned[owner]
@@ -117,7 +118,7 @@ def _owners(task: TrainTask, model: Model, names: list[str]) -> list[str]:
             f"no optimizer trains {', '.join(without_owner[:5])}: see TrainTask.optimizer_variables; what isn't to be "
             "trained needs trainable=False"
         )
-    return list(map(owners.__getitem__, range(len(trained))))
+    return [owners[index] for index in range(len(trained))]
 
 
 def _check_optimizer(optimizer: Optimizer, model: Model, which: str) -> None:

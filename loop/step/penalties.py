@@ -14,6 +14,7 @@ from loop.model.variables import layers, losses
 from loop.step.batch_norm import batch_norm_variables
 from loop.step.example_trace import Compute, Trial, put_back
 from loop.step.replica import all_gathers
+from loop.step.variable_values import have_changed
 from loop.task import Batch, Model, Values
 
 
@@ -64,7 +65,7 @@ class PenaltyTrial:
         return self(batch, True)
 
     def found(self, trial: Trial) -> Penalties:
-        """What the calls so far have shown, the first of which had all rows and the last one fewer."""
+        """What the calls so far have shown: the first one had all rows, the last one fewer."""
         self._in_inference = self._noted[0]
         # Only penalties that differ from call to call can be sums over rows, and are worth another call.
         if self._noted[0] == self._noted[-1]:
@@ -114,14 +115,14 @@ class PenaltyTrial:
         gathers = all_gathers()
         shared = batch_norm_variables(self._model)
         statistics = [variable.numpy() for variable in shared]
-        found = []
+        penalties = []
         with put_back(shared):
             for rows in (slice(n), slice(1), slice(1), slice(1, n)):
                 self._noted.clear()
                 trial.few(compute, rows, batch)
-                found.append(np.array(self._noted[0]))
-            changed = any(not np.array_equal(*pair) for pair in zip(statistics, shared, strict=True))
-        of_all, of_first, again, of_rest = found
+                penalties.append(np.array(self._noted[0]))
+            changed = have_changed(shared, statistics)
+        of_all, of_first, again, of_rest = penalties
         # Random numbers differ from call to call. Statistics of a batch are those of all replicas in a step.
         if n == 1 or changed or all_gathers() != gathers or not np.array_equal(of_first, again):
             return None

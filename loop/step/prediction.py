@@ -73,7 +73,9 @@ class Prediction:
         """The tensors of a few examples; and the same with longer padding, where examples are padded."""
         example = self._source.example
         longer = self._source.longer_example()
-        return tf.nest.flatten(example), tf.nest.flatten(example if longer is None else longer)
+        if longer is None:
+            longer = example
+        return tf.nest.flatten(example), tf.nest.flatten(longer)
 
     def names(self) -> list[str]:
         """The names of the arrays that are predicted. Traces the forward pass."""

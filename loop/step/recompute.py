@@ -123,7 +123,10 @@ class Segment:
         arguments = [self._leaves[index] for index in self._float_indices]
         floats = iter(self._floats_of(*arguments))
         for leaf in tf.nest.flatten(self._outputs):
-            results.append(_with_mask_of(leaf, next(floats)) if _is_float(leaf) else leaf)
+            if _is_float(leaf):
+                results.append(_with_mask_of(leaf, next(floats)))
+            else:
+                results.append(leaf)
         return tf.nest.pack_sequence_as(self._outputs, results)
 
     def _floats_of(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
@@ -337,7 +340,8 @@ def _in_call_of(layer: Layer, body: Callable[[bool | None], Structure], training
         training: whether the model trains; None: the layer around says it.
     """
     family = sys.modules["tf_keras"] if is_legacy(layer) else keras
-    frame = _frame_class(family)(dtype=layer.dtype_policy if family is keras else layer._dtype_policy)
+    precision = layer.dtype_policy if family is keras else layer._dtype_policy
+    frame = _frame_class(family)(dtype=precision)
     frame.body = body
     known = {} if training is None else {"training": training}
     return frame(tf.zeros([]), **known)

@@ -230,11 +230,7 @@ def _replace_call(layer: Layer, call: Callable[..., Any]) -> None:
 
 
 def _of_name(pattern: str, inner: Sequence[Layer]) -> list[Layer]:
-    """The layers whose names match a pattern.
-
-    Raises:
-        UsageError: there are none.
-    """
+    """The layers whose names match a pattern. Refuses a pattern that none matches."""
     matching = [layer for layer in inner if fnmatchcase(layer.name, pattern)]
     if not matching:
         names = [layer.name for layer in inner]

@@ -94,7 +94,9 @@ def _by_row(original: Draw, draw: Draw) -> Draw:
     def function(shape: Shape, seed: Seed, *args: Any, **kwargs: Any) -> tf.Tensor:
         replica = current()
         known = tf.get_static_value(tf.convert_to_tensor(shape, tf.int32))
-        if replica is None or (known is not None and not (known.size and known[0] == replica.fixed_rows)):
+        if replica is None:
+            return original(shape, seed, *args, **kwargs)
+        if known is not None and not (known.size and known[0] == replica.fixed_rows):  # the first axis isn't the batch
             return original(shape, seed, *args, **kwargs)
         # One replica that XLA compiles: TensorFlow's own function draws the same, and XLA finds how many numbers.
         if isinstance(replica.rows.first, int) and replica.rows.kept is None:
@@ -117,7 +119,8 @@ def _warning(original: Draw, name: str) -> Draw:
         # The shape of what is drawn; of categories, their logits.
         given = args[0] if args else kwargs.get("shape", kwargs.get("logits"))
         if current() is not None:
-            sizes = _known_sizes(tf.shape(given) if name == "categorical" else given)
+            shape = tf.shape(given) if name == "categorical" else given
+            sizes = _known_sizes(shape)
             if _has_rows(sizes):
                 _warn(f"draw random numbers for each example by `{name}`, which can't be drawn by row", _DRAW)
         return original(*args, **kwargs)

@@ -251,7 +251,8 @@ class TrainStep:
         """The vector that a call returns, from its first step and the state of the loop after the last one."""
         layout = self._context.layout
         stops = self._context.plan.stops_at_bad_step
-        ending = tf.where(after.going, GOING, NOT_FINITE if stops else LAST_SKIPPED)
+        bad_ending = NOT_FINITE if stops else LAST_SKIPPED
+        ending = tf.where(after.going, GOING, bad_ending)
         # A last step that found no data, or was bad and ends the run, has not been made: it doesn't count.
         last_unmade = ~after.going & stops
         if self._context.kept_batch is not None:
@@ -272,12 +273,7 @@ class TrainStep:
 
 
 def _make_context(
-    task: TrainTask,
-    built: BuiltModel,
-    backend: Backend,
-    data: Data,
-    options: Options,
-    observer: StepObserver | None,
+    task: TrainTask, built: BuiltModel, backend: Backend, data: Data, options: Options, observer: StepObserver | None
 ) -> StepContext:
     """Makes the objects that all traces of a step share; see `TrainStep` for the arguments."""
     summed_loss = task.loss_reduction == "sum"

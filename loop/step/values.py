@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
+from callbacks.formats import plural
 from loop.errors import UsageError
 
 Value: TypeAlias = Any
@@ -146,8 +147,8 @@ def _check_one_value_per_example(shapes: Shapes, n: int | None) -> None:
         # A mean over the wrong axis has a shape, but not one entry for each row.
         if n is not None and shape[0] != n:
             raise UsageError(
-                f'compute() returned "{name}" of shape {list(shape)} for {n} example{"s" * (n > 1)}: return shape '
-                "[n] or [n, ...], one value per element, never a mean"
+                f'compute() returned "{name}" of shape {list(shape)} for {plural(n, "example")}: return shape [n] or '
+                "[n, ...], one value per element, never a mean"
             )
 
 

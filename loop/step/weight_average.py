@@ -33,7 +33,8 @@ class Averages:
         with backend.scope():
             for weight in self._weights:
                 # On the device of the weight: a model may be spread over several devices.
-                with tf.device(weight.device if devices.per_replica() > 1 else None):
+                device = weight.device if devices.per_replica() > 1 else None
+                with tf.device(device):
                     average = tf.Variable(weight.numpy(), trainable=False, name="average", dtype=weight.dtype)
                 self.variables.append(average)
 

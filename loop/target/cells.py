@@ -41,7 +41,8 @@ def source_of(kind: type) -> str:
     if shell.user_ns.get(name) is not kind:
         raise UsageError(f"fit(workers=...): {name} was defined anew since this task was made: make the task again")
     needed = needed_statements(shell.history_manager.input_hist_parsed, name)
-    header = _HEADER.format(paths=list(filter(None, sys.path)))
+    paths = [path for path in sys.path if path]
+    header = _HEADER.format(paths=paths)
     return header + "\n\n".join(needed) + "\n"
 
 
@@ -58,7 +59,8 @@ def needed_statements(cells: Sequence[str], name: str) -> list[str]:
     while pending:
         wanted = pending.pop()
         # A name of a builtin is taken for the builtin, also where a cell binds it; but the class may have such a name.
-        if wanted in seen or (hasattr(builtins, wanted) and wanted != name):
+        is_builtin = hasattr(builtins, wanted) and wanted != name
+        if wanted in seen or is_builtin:
             continue
         seen.add(wanted)
         for index in _that_make(statements, wanted):
@@ -88,7 +90,7 @@ class _Statement:
         self.uses = set(_used(symtable.symtable(self.text, "cell", "exec")))
         if isinstance(node, ast.For):
             # A loop sets its variable itself: other loops with one of this name, perhaps of trainings, stay out.
-            read = {each.id for each in ast.walk(node.iter) if isinstance(each, ast.Name)}
+            read = {used.id for used in ast.walk(node.iter) if isinstance(used, ast.Name)}
             self.uses -= set(bound_by(node.target)) - read
 
     def assigns(self, name: str) -> bool:

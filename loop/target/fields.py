@@ -69,7 +69,9 @@ def set_fields(kind: type, assignments: Iterable[str], option: str = "--set") ->
 
 def typed(value: Value) -> str:
     """The value of a field as it is typed; `set_fields` makes it again."""
-    return f"[{', '.join(map(_typed_element, value))}]" if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_typed_element, value))}]"
+    return str(value)
 
 
 def restored(kind: type, recorded: Mapping[str, Value], changed: Collection[str] | None = None) -> dict[str, Value]:
@@ -125,7 +127,8 @@ def split(text: str) -> list[str]:
         in_quotes = ends.endswith(('"', "'"))
         if character == ends[-1:]:
             is_escaped = in_quotes and parts[-1].endswith("\\")
-            ends = ends if is_escaped else ends[:-1]
+            if not is_escaped:
+                ends = ends[:-1]
         # Only these may open anything: elsewhere, brackets and quotes are text, as in `it's`.
         elif character in _ENDS and not in_quotes and (ends or not parts[-1].strip()):
             ends += _ENDS[character]
@@ -185,11 +188,7 @@ def _alternatives(hint: Hint) -> tuple[Hint, ...]:
 
 
 def _value(hint: Hint, text: str) -> Value:
-    """A text as a value of this type.
-
-    Raises:
-        ValueError: it isn't one.
-    """
+    """A text as a value of this type. A ValueError if it isn't one."""
     has_brackets = text.strip()[:1] in _CLOSING
     # A text with brackets is a list rather than a str; one without is a list only if it is no other type.
     # The sort is stable: among equals, the order of the annotation decides, so `int | str` reads 1 as a number.
@@ -205,11 +204,7 @@ def _value(hint: Hint, text: str) -> Value:
 
 
 def _one(kind: Hint, text: str) -> Value:
-    """A text as a value of a type that is no union.
-
-    Raises:
-        ValueError, KeyError: it isn't one.
-    """
+    """A text as a value of a type that is no union. A ValueError or a KeyError if it isn't one."""
     if _is_sequence(kind):
         return _sequence(kind, text)
     if _origin(kind) is typing.Literal:
@@ -252,11 +247,7 @@ def _element(kind: Hint, text: str) -> Value:
 
 
 def _types(kind: Hint, count: int) -> list[Hint]:
-    """The type of each of `count` elements of a list or tuple.
-
-    Raises:
-        ValueError: it can't have so many.
-    """
+    """The type of each of `count` elements of a list or tuple. A ValueError if it can't have so many."""
     element_types = typing.get_args(kind)
     if _origin(kind) is not tuple or element_types[-1:] == (...,):
         return [element_types[0]] * count
@@ -372,8 +363,12 @@ def _restored_sequence(kind: Hint, values: list[Value]) -> list[Value] | tuple[V
 def _is_recorded_as_text(kind: Hint, value: Value, fits_before: bool) -> bool:
     """Whether a value stands for one of this type, which JSON lacks; `fits_before`: it fits a type before this one."""
     if _is_class(kind, enum.Enum):
-        return value in map(str, kind) if fits_before else isinstance(value, str | int | float)
-    return isinstance(value, str) and not fits_before and (kind is float or _is_class(kind, PurePath))
+        if fits_before:
+            return value in map(str, kind)
+        return isinstance(value, str | int | float)
+    if fits_before or not isinstance(value, str):
+        return False
+    return kind is float or _is_class(kind, PurePath)
 
 
 def _is_class(kind: Hint, *classes: type) -> bool:

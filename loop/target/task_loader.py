@@ -55,7 +55,8 @@ def check(target: str) -> None:
             f"TARGET {target!r}: give file.py:Class, package.module:Class, or a shipped example"
             f"{nearest(target, candidates or SHIPPED)}"
         )
-    check_shadows(path.resolve().parent if is_file else here)
+    directory = path.resolve().parent if is_file else here
+    check_shadows(directory)
     task_file.check(target)
 
 
@@ -211,8 +212,11 @@ def _import_module(name: str, target: str) -> ModuleType:
 
 def _tasks_in(module: ModuleType) -> list[str]:
     """The names of the tasks that a module defines itself, not of those that it imports."""
-    own = module.__name__
-    return [name for name, value in vars(module).items() if _is_task_class(value) and value.__module__ == own]
+    names = []
+    for name, value in vars(module).items():
+        if _is_task_class(value) and value.__module__ == module.__name__:
+            names.append(name)
+    return names
 
 
 def _is_task_class(value: object) -> TypeGuard[type[TrainTask]]:

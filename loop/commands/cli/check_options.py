@@ -18,8 +18,7 @@ Record = Annotated[Path | None, Option(hidden=True)]
 
 # Of replay.
 Kept = Annotated[
-    str,
-    Argument(metavar="RUN", help="RUN_DIR/bad/step-..., or a run: its newest one.", autocompletion=completion.runs),
+    str, Argument(metavar="RUN", help="RUN_DIR/bad/step-..., or a run: its newest one.", autocompletion=completion.runs)
 ]
 
 # Of chaos.
@@ -28,8 +27,7 @@ ChaosCheckpointEvery = Annotated[
     str | None, Option(help="epoch, a number of steps, or a time; if not given, some ten times in the run.")
 ]
 ChaosMigrate = Annotated[
-    bool,
-    Option("--migrate", help="Go on on another machine after each kill: on 2 workers, on 3, at last on 1."),
+    bool, Option("--migrate", help="Go on on another machine after each kill: on 2 workers, on 3, at last on 1.")
 ]
 ChaosStore = Annotated[str | None, Option(metavar="URL", help="A folder in object storage, for the runs with kills.")]
 ChaosSeed = Annotated[int, Option(help="Of the moments of the kills, and of the training.")]

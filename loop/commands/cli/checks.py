@@ -47,7 +47,8 @@ def verify(
         return problem
 
     # In each of two precisions: one replica, itself again, and two numbers of replicas; then the causes.
-    with shown_stages(9 + processes) as progress, stderr.quiet_start():
+    stages = 10 if processes else 9
+    with shown_stages(stages) as progress, stderr.quiet_start():
         from loop.backends import devices
         from loop.commands import verify as verify_
 
@@ -56,8 +57,9 @@ def verify(
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # of the processes, too
         backend = job_backend()[0]
         task = task_loader.load(target_, set_)
+        job_or_none = job if processes else None
         report = verify_.verify(
-            task, batch_size, job=job if processes else None, job_engine=backend, progress=progress, compile=compile_
+            task, batch_size, job=job_or_none, job_engine=backend, progress=progress, compile=compile_
         )
     show(verify_.as_json(report), verify_.lines(report), as_json)
     end(report.same)
@@ -81,10 +83,7 @@ def _record(
 
 
 def replay(
-    kept: check.Kept,
-    task_target: typed.TaskTarget = None,
-    trust: typed.Trust = False,
-    as_json: typed.AsJson = False,
+    kept: check.Kept, task_target: typed.TaskTarget = None, trust: typed.Trust = False, as_json: typed.AsJson = False
 ) -> None:
     """Make a step that was not finite once more. Show its values and gradients, and which example it was."""
     # What can be refused without TensorFlow is refused before it loads.

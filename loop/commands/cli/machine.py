@@ -36,10 +36,7 @@ def doctor(as_json: typed.AsJson = False) -> None:
         raise typer.Exit(FAILED)
 
 
-def ui(
-    port: typed.Port = 5000,
-    host: typed.Host = "127.0.0.1",
-) -> None:
+def ui(port: typed.Port = 5000, host: typed.Host = "127.0.0.1") -> None:
     """Start the MLflow UI on the default store."""
     from callbacks import files
     from callbacks.mlflow.tracker import default_uri

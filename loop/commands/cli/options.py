@@ -16,7 +16,7 @@ from loop.commands.runs import directories
 from loop.errors import UsageError
 
 
-def _told(read: Callable[[str], Path | str]) -> Callable[[str], Path | str]:
+def _with_own_message(read: Callable[[str], Path | str]) -> Callable[[str], Path | str]:
     """A parser whose errors keep their message: typer replaces that of a `ValueError` by one of its own."""
 
     def parse(text: str) -> Path | str:
@@ -35,7 +35,7 @@ def _file(text: str | Path) -> Path:
     return Path(text)
 
 
-written_file = _told(_file)
+written_file = _with_own_message(_file)
 """The parser of an option that names a file to write."""
 
 # An option of each theme of the help.
@@ -104,7 +104,7 @@ Config = Annotated[
     ),
 ]
 _root = Option(
-    parser=_told(directories.root),
+    parser=_with_own_message(directories.root),
     metavar="DIR|URL",
     help="Where the runs are; runs/ if not given.",
     show_default=False,
@@ -159,7 +159,7 @@ Discovery = Annotated[
 TrainRunDir = Annotated[
     Path | None,
     _first(
-        parser=_told(address.run_dir),  # a URL stays a text, whatever the annotation says
+        parser=_with_own_message(address.run_dir),  # a URL stays a text, whatever the annotation says
         metavar="DIR|URL",
         help="The run directory, or s3://bucket/path (gs, az, https, file); a new one below runs/ if not given.",
     ),
@@ -230,8 +230,7 @@ EvaluateBatchSize = Annotated[int | None, Option(help="The global batch.")]
 PredictData = Annotated[
     str,
     Argument(
-        metavar="[DATA]",
-        help="eval, train, test or a set of the task; or a file .npy, .npz, .parquet of inputs.",
+        metavar="[DATA]", help="eval, train, test or a set of the task; or a file .npy, .npz, .parquet of inputs."
     ),
 ]
 PredictOut = Annotated[

@@ -43,7 +43,9 @@ def show(result: object, lines: Iterable[Line], as_json: bool) -> None:
     """Prints a result as JSON, or its lines: what is good in green, what is bad in red."""
     if as_json:
         # A text is JSON already. Anything else may hold secrets, and numbers that JSON doesn't have.
-        print(result if isinstance(result, str) else json.dumps(jsonable(redact(result))))
+        if not isinstance(result, str):
+            result = json.dumps(jsonable(redact(result)))
+        print(result)
     else:
         terminal.write(_in_color(line) for line in lines)
 
@@ -57,7 +59,9 @@ def _in_color(line: Line) -> RenderableType:
     if not isinstance(line, tuple):
         return line
     text, is_good = line
-    return text if is_good is None else terminal.colored(text, "green" if is_good else "red")
+    if is_good is None:
+        return text
+    return terminal.colored(text, "green" if is_good else "red")
 
 
 @contextlib.contextmanager

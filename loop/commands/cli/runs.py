@@ -80,10 +80,7 @@ def diff_runs(context: typer.Context, first: typed.Name, second: typed.Name, roo
 
 @runs_app.command("rm")
 def remove_runs(
-    context: typer.Context,
-    names: typed.Names,
-    yes: listing.Yes = False,
-    root: typed.GroupRoot = None,
+    context: typer.Context, names: typed.Names, yes: listing.Yes = False, root: typed.GroupRoot = None
 ) -> None:
     """Remove runs with all that is in their directories; asks first. What MLflow has stays."""
     folder = root or context.obj
@@ -99,7 +96,10 @@ def remove_runs(
     for path in paths:
         left += runs.remove(path)
     if left:
-        raise TrainingError(f"not all could be removed; left: {'; '.join(left[:3])}{', ...' * (len(left) > 3)}")
+        some = "; ".join(left[:3])
+        if len(left) > 3:
+            some += ", ..."
+        raise TrainingError(f"not all could be removed; left: {some}")
 
 
 def _confirm_removal(paths: list[Path]) -> None:
@@ -116,10 +116,7 @@ def _confirm_removal(paths: list[Path]) -> None:
 
 
 def tail(
-    run: typed.Name,
-    count: listing.Count = 10,
-    follow: listing.Follow = True,
-    root: typed.Root = runs.ROOT,
+    run: typed.Name, count: listing.Count = 10, follow: listing.Follow = True, root: typed.Root = runs.ROOT
 ) -> None:
     """Follow a run: a line for each event, until it ends."""
     try:
@@ -130,11 +127,7 @@ def tail(
         raise typer.Exit(130) from None
 
 
-def report(
-    names: listing.ReportNames,
-    out: listing.ReportOut = None,
-    root: typed.Root = runs.ROOT,
-) -> None:
+def report(names: listing.ReportNames, out: listing.ReportOut = None, root: typed.Root = runs.ROOT) -> None:
     """Make the page of a run anew, or one that compares several. It has curves, settings, time and faults."""
     from callbacks.run_record import page
 
@@ -155,11 +148,7 @@ def report(
     tell(f"wrote {shown}")
 
 
-def watch(
-    names: typed.Names,
-    port: listing.WatchPort = 8080,
-    root: typed.Root = runs.ROOT,
-) -> None:
+def watch(names: typed.Names, port: listing.WatchPort = 8080, root: typed.Root = runs.ROOT) -> None:
     """Show the page of a run in a browser while it trains. It is served on this machine, and updates by itself."""
     from loop.commands import watch as watch_
 
@@ -172,11 +161,7 @@ def watch(
             raise typer.Exit(130) from None
 
 
-def sync(
-    run: typed.Name,
-    track: listing.SyncTrack = None,
-    trust: typed.Trust = False,
-) -> None:
+def sync(run: typed.Name, track: listing.SyncTrack = None, trust: typed.Trust = False) -> None:
     """Deliver what is still missing: to MLflow, or to the store of a URL. Of a run that is over, or of a sweep."""
     if address.is_url(run):
         _deliver_to_store(address.read_url(run))

@@ -8,7 +8,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +130,11 @@ def train(given: TrainArguments) -> None:
         os.environ[explain.DEBUG] = "1"  # in the environment, so that workers have it, too
     code, problem, fields = train_.train(given, sys.argv[1:])
     page = tracking.seen(given.track, fields.get("run_dir")) if fields is not None else ""
-    is_shown_dry_run = given.dry_run_ and code == 0
-    finish(code, problem, fields, given.as_json, dry_run.lines if is_shown_dry_run else lambda fields: (), page)
+
+    def lines(fields: Mapping[str, Any]) -> Iterable[str]:
+        return dry_run.lines(fields) if given.dry_run_ and code == 0 else ()
+
+    finish(code, problem, fields, given.as_json, lines, page)
 
 
 @functools.cache

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from callbacks.formats import plural
@@ -42,7 +40,9 @@ def compare(records: Sequence[Record], metric: str | None = None) -> list[Render
     parts += ["", *terminal.tables(best_values, ["best", *by_letter], right=range(1, len(records) + 1))]
 
     # The metric that was asked for, else that of the first run that has one.
-    name = metric or next(filter(None, map(attrgetter("metric"), records)), "")
+    name = metric or ""
+    for record in records:
+        name = name or record.metric
     if name:
         curves = {letter: record.curves.get(name, []) for letter, record in by_letter.items()}
         parts += ["", *terminal.plot(name, curves)]
@@ -57,10 +57,13 @@ def _best_values(records: Sequence[Record], metric: str | None) -> list[list[str
         if name.startswith(STEP) and name != metric:
             continue
         values = [best_or_last(record, name) for record in records]
-        rows.append([name, *map(partial(_cell, best_of_all(name, values)), values)])
+        top = best_of_all(name, values)
+        rows.append([name, *(_cell(value, top) for value in values)])
     return rows
 
 
-def _cell(top: float | None, value: float | None) -> str:
-    # A blank stands where another cell has its star, so that the numbers end flush.
-    return "-" if value is None else f"{value:.6g}{'*' if value == top else ' '}"
+def _cell(value: float | None, top: float | None) -> str:
+    if value is None:
+        return "-"
+    star = "*" if value == top else " "  # a blank, so that the numbers end flush
+    return f"{value:.6g}{star}"

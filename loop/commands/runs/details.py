@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from callbacks.formats import lasting, plural, size
@@ -86,7 +85,7 @@ def _facts(record: Record) -> list[Table]:
         "options": _pairs(options),
         "versions": _pairs(record.versions),
     }
-    rows = list(filter(itemgetter(1), facts.items()))
+    rows = [(name, fact) for name, fact in facts.items() if fact]
     return [terminal.table(rows)] if rows else []
 
 

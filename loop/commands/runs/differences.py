@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -51,7 +50,9 @@ def _facts(first: Record, second: Record) -> Iterator[list[str]]:
         one = str(first.provenance.get(name, "-"))
         other = str(second.provenance.get(name, "-"))
         if one != other:
-            start = next(i for i in itertools.count() if one[i : i + 1] != other[i : i + 1])
+            start = 0
+            while one[start : start + 1] == other[start : start + 1]:
+                start += 1
             yield [label, _part(one, start), _part(other, start)]
     for kind in ("train", "eval"):
         one = _data(first, kind)

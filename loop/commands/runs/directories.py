@@ -64,18 +64,15 @@ def locate(root: Path, text: str, checkpoints: bool = True) -> Path:
 
 
 def _whole(root: Path, text: str) -> Path | None:
-    """The run of this whole name in `root`, or of this path; None if there is neither.
-
-    Raises:
-        UsageError: there are both, and they aren't the same.
-    """
-    # A path that says where it begins is meant as it stands.
-    is_path = text.split("/")[0] in ("", ".", "..")
-    found = [path for path in (Path(text), *([] if is_path else [root / text])) if is_run(path)]
-    if len(found) == 2 and not found[0].samefile(found[1]):
-        here, there = (printable(str(path)) for path in found)
+    """The run of this whole name in `root`, or of this path; None if there is neither. Refuses two different runs."""
+    candidates = [Path(text)]
+    if text.split("/")[0] not in ("", ".", ".."):  # else it is a path that says where it begins
+        candidates.append(root / text)
+    paths = list(filter(is_run, candidates))
+    if len(paths) == 2 and not paths[0].samefile(paths[1]):
+        here, there = (printable(str(path)) for path in paths)
         raise UsageError(f"{here} is a run here, and one in {printable(str(root))}, too: give ./{here} or {there}")
-    return found[0] if found else None
+    return paths[0] if paths else None
 
 
 def _latest(paths: Mapping[str, Path]) -> Path:

@@ -80,4 +80,5 @@ class Filter:
         if is_number(field):
             return reads_as_number(self._wanted) and passes(as_float(field), float(self._wanted))
         # Python writes True, and people type true.
-        return passes(str(field), self._wanted.capitalize() if isinstance(field, bool) else self._wanted)
+        wanted = self._wanted.capitalize() if isinstance(field, bool) else self._wanted
+        return passes(str(field), wanted)

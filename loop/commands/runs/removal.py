@@ -28,10 +28,10 @@ def check_removable(path: Path, root: Path) -> None:
     if not {"task", "status", "hyperparameters"} <= set(about):
         raise UsageError(f"{shown} has no run.json of a run: it may be anything, remove it yourself")
     whole = path.resolve()
-    places = [Path.cwd(), root.resolve()]
+    kept = [Path.cwd(), root.resolve()]
     with contextlib.suppress(FileError):  # a user may have no home directory
-        places.append(expanded("~"))
-    if any(place.is_relative_to(whole) for place in places):
+        kept.append(expanded("~"))
+    if any(directory.is_relative_to(whole) for directory in kept):
         raise UsageError(f"{shown} holds where you are, or all runs: remove what is of the run in it yourself")
     for inner in path.iterdir():
         if inner.is_dir() and not inner.is_symlink() and is_run(inner):

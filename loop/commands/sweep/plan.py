@@ -142,10 +142,12 @@ def choices_of(text: str) -> list[str]:
     """The values that a text lists, as each is typed behind `--set FIELD=`. Quotes around one are not part of it."""
     choices = []
     for part in split(text):
-        content = part.strip()
+        choice = part
         with contextlib.suppress(ValueError):  # a backslash that JSON doesn't know
-            content = unquoted(content)
-        choices.append(part if content == part.strip() else content)
+            content = unquoted(part.strip())
+            if content != part.strip():
+                choice = content
+        choices.append(choice)
     return choices
 
 
@@ -225,7 +227,7 @@ def arguments(
     # What was typed, and the fields that vary, win over the files.
     winning = [name.replace("_", "-") for name, value in typed.items() if value is not None]
     fields = [text.partition("=")[0] for text in assignments]
-    winning += map("set {}".format, [*fields, *swept])
+    winning += [f"set {field}" for field in (*fields, *swept)]
     from_files = config.arguments(files, options, winning)
     return [*from_files, *command_line.arguments(typed, assignments)]
 

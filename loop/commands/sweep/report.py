@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping
-from operator import attrgetter
 from pathlib import Path
 
 from callbacks.run_record.redaction import mask
@@ -42,7 +41,7 @@ class Report:
     @property
     def stopped(self) -> bool:
         """Whether some trials have not ended."""
-        return not all(map(attrgetter("has_ended"), self.rows))
+        return any(not row.has_ended for row in self.rows)
 
     @property
     def best(self) -> Row | None:

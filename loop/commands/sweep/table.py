@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -37,7 +36,7 @@ class Table:
 
     def begin(self, directory: Path, rows: Sequence[Row]) -> None:
         """Shows the head of the table, and the trials that had ended before this start of the sweep."""
-        ended = list(filter(attrgetter("has_ended"), rows))
+        ended = [row for row in rows if row.has_ended]
         self.line(f"directory of the sweep: {shown_path(directory)}")
         if ended or any(row.state == "running" for row in rows):
             self.line(f"going on: {len(ended)} of {self._trials} trials have ended")

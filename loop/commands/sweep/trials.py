@@ -9,7 +9,6 @@ import sys
 import time
 import types
 from collections.abc import Iterator, Mapping
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -38,17 +37,12 @@ _STOPPED = (PREEMPTED, 130, -signal.SIGTERM, -signal.SIGINT)  # exit codes of a 
 
 
 def sweep(
-    plan: Plan,
-    kind: type,
-    trials: int,
-    jobs: int = 1,
-    directory: Path | None = None,
-    stream: TextIO | None = None,
+    plan: Plan, kind: type, trials: int, jobs: int = 1, directory: Path | None = None, stream: TextIO | None = None
 ) -> Report:
     """Runs the trials that have not ended, several at the same time; `trials` counts those that have ended, too.
 
     SIGTERM or SIGINT asks the trials that run to save and end. A second one ends them at once. Without a directory, it
-    is `Plan.directory`. The trials are shown on stderr, if on no other stream.
+    is `Plan.directory`. The trials are shown on stderr, unless another stream is given.
 
     Raises:
         UsageError: the task has no such fields; the directory has another sweep, or is in use; or the trials have no
@@ -141,8 +135,8 @@ class _Trials:
             for process in list(self._underway):
                 self._look_at(process)
             # Trials that a killed sweep has left running end by themselves. Until then there may be nothing else to do.
-            waiting = map("waiting for what is left of trial {}".format, self._study.interrupted)
-            self._table.doing(self._underway or list(waiting))
+            waiting = [f"waiting for what is left of trial {number}" for number in self._study.interrupted]
+            self._table.doing(self._underway or waiting)
             time.sleep(0.1)
 
     def _start_trials(self) -> None:
@@ -220,7 +214,7 @@ class _Trials:
     def _note(self) -> None:
         """Writes the best value so far into the sweep's journal; its step is the number of trials that have ended."""
         report = Report(self._plan, self._directory, self._study.rows())
-        ended = sum(map(attrgetter("has_ended"), report.rows))
+        ended = sum(row.has_ended for row in report.rows)
         path = self._directory / journal.NAME
         # Steps must grow from line to line: the delivery to MLflow passes over all others.
         noted = max((entry["step"] for entry, _ in journal.read(path)), default=0)
