@@ -22,6 +22,7 @@ from loop.data import (
     count,
     stacking_problem,
 )
+from loop.data.host_random import random_state
 from loop.errors import UsageError
 from loop.step.example_trace import of_size
 from loop.step.mistakes import explained
@@ -169,7 +170,7 @@ class Computing:
         replica.collective = not (in_branch or compiled)
         replica.compiled = source is self._compiled and self._backend.replicas > 1
         try:
-            with within(replica):
+            with within(replica), _warning_of_draws(source):
                 yield replica
         except Exception as error:
             # The noted one first: TensorFlow may have wrapped it.
@@ -186,6 +187,22 @@ class Computing:
                     "compute() needs other replicas, which XLA can't compile: as compile='graph'", stacklevel=2
                 )
             raise
+
+
+@contextlib.contextmanager
+def _warning_of_draws(source: Source) -> Iterator[None]:
+    """Warns if what is traced within it draws from the global generators of Python or NumPy."""
+    before = random_state()
+    yield
+    # Other sources may call Python in threads of their own, which draw meanwhile.
+    if isinstance(source, ArraySource) and random_state() != before:
+        warnings.warn(
+            "compute(), or a layer that it calls, draws random numbers with Python's `random` or NumPy's `np.random`: "
+            "that is Python, which runs while the step is traced, and not at each step. So all steps have the same "
+            "numbers, and other replicas and a resumed run other ones. Draw with layers; or with keras.random and "
+            "model.seed, where build_model() has set model.seed = keras.random.SeedGenerator(1)",
+            stacklevel=2,
+        )
 
 
 def _own_rows(source: Source, feed: Feed) -> tf.Tensor:
