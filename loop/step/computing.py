@@ -24,7 +24,7 @@ from loop.data import (
 )
 from loop.data.host_random import random_state
 from loop.errors import UsageError
-from loop.step.example_trace import of_size
+from loop.step.example_trace import global_seeds, of_size
 from loop.step.mistakes import explained
 from loop.step.replica import CollectiveNeededError, Replica, within
 from loop.step.totals import Parts
@@ -193,9 +193,12 @@ class Computing:
 def _warning_of_draws(source: Source) -> Iterator[None]:
     """Warns if what is traced within it draws from the global generators of Python or NumPy."""
     before = random_state()
+    seeds = len(global_seeds())
     yield
+    # A global generator of Keras that is made meanwhile draws its first seed there.
+    is_drawn = random_state() != before and len(global_seeds()) == seeds
     # Other sources may call Python in threads of their own, which draw meanwhile.
-    if isinstance(source, ArraySource) and random_state() != before:
+    if isinstance(source, ArraySource) and is_drawn:
         warnings.warn(
             "compute(), or a layer that it calls, draws random numbers with Python's `random` or NumPy's `np.random`: "
             "that is Python, which runs while the step is traced, and not at each step. So all steps have the same "

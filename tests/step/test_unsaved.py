@@ -209,6 +209,11 @@ def test_random_numbers_that_python_draws_while_the_step_is_traced_are_said(draw
     fit(DrawsWhileTraced(np.random.default_rng(1).uniform), callbacks=quiet(), batch_size=8)  # the same in each run
 
 
+def test_the_first_seed_of_keras_is_no_such_draw(quiet):
+    with pytest.warns(UserWarning, match="change the seed of keras.random, which no checkpoint has"):
+        fit(DrawsWhileTraced(lambda: keras.random.uniform(())), callbacks=quiet(), batch_size=8)
+
+
 class Line(tf.Module):
     def __init__(self):
         self.slope = tf.Variable(tf.ones([4, 1]))
