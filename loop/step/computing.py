@@ -22,8 +22,9 @@ from loop.data import (
     count,
     stacking_problem,
 )
+from loop.data.host_random import random_state
 from loop.errors import UsageError
-from loop.step.example_trace import of_size
+from loop.step.example_trace import global_seeds, of_size
 from loop.step.mistakes import explained
 from loop.step.replica import CollectiveNeededError, Replica, within
 from loop.step.totals import Parts
@@ -171,7 +172,7 @@ class Computing:
         replica.collective = not (in_branch or compiled)
         replica.compiled = source is self._compiled and self._backend.replicas > 1
         try:
-            with within(replica):
+            with within(replica), _warning_of_draws(source):
                 yield replica
         except Exception as error:
             # The noted one first: TensorFlow may have wrapped it.
@@ -188,6 +189,25 @@ class Computing:
                     "compute() needs other replicas, which XLA can't compile: as compile='graph'", stacklevel=2
                 )
             raise
+
+
+@contextlib.contextmanager
+def _warning_of_draws(source: Source) -> Iterator[None]:
+    """Warns if what is traced within it draws from the global generators of Python or NumPy."""
+    before = random_state()
+    seeds = len(global_seeds())
+    yield
+    # A global generator of Keras that is made meanwhile draws its first seed there.
+    is_drawn = random_state() != before and len(global_seeds()) == seeds
+    # Other sources may call Python in threads of their own, which draw meanwhile.
+    if isinstance(source, ArraySource) and is_drawn:
+        warnings.warn(
+            "compute(), or a layer that it calls, draws random numbers with Python's `random` or NumPy's `np.random`: "
+            "that is Python, which runs while the step is traced, and not at each step. So all steps have the same "
+            "numbers, and other replicas and a resumed run other ones. Draw with layers; or with keras.random and "
+            "model.seed, where build_model() has set model.seed = keras.random.SeedGenerator(1)",
+            stacklevel=2,
+        )
 
 
 def _own_rows(source: Source, feed: Feed) -> tf.Tensor:

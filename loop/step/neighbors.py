@@ -32,10 +32,15 @@ def warn_of_loss(compute: Callable[..., Values], trial: Trial, model: Model, nam
     """
     if not trial.shares_batches or trial.seen is None:
         return
+    draws = seeds(model)
+    compute = _drawing_again(compute, draws)
     example, together = _with_neighbors(compute, trial.example, *trial.seen)
+    alone = trial.seen[1]
     sums = MetricSums(names, trial.metrics)
-    depends = _depends(compute, example, together, trial.seen[1], model, sums)
-    if not depends:
+    depends = _depends(compute, example, together, alone, model, sums)
+    # Rows that are computed without the first one draw other numbers. So of a model that draws, the sums say nothing,
+    # and the first row has to: whether it is the same alone, with the same numbers.
+    if not depends and (not draws or _same(together["loss"][:1], alone["loss"])):
         # Examples may be mixed in training alone, where `all_gather` may be, too.
         in_training = functools.partial(compute, training=True)
         gathers = all_gathers()
@@ -47,6 +52,16 @@ def warn_of_loss(compute: Callable[..., Values], trial: Trial, model: Model, nam
         warnings.warn(
             f"the loss of an example depends on the other examples of its batch, {_sharing(trial)}", stacklevel=2
         )
+
+
+def _drawing_again(compute: Callable[..., Values], draws: Sequence[tf.Variable]) -> Callable[..., Values]:
+    """`compute`, which draws the same random numbers in each call: a row's numbers don't depend on how many follow."""
+
+    def call(batch: Batch, training: bool = False) -> Values:
+        with put_back(draws):
+            return compute(batch, training=training)
+
+    return call
 
 
 def _with_neighbors(compute: Compute, example: Batch, together: Values, alone: Values) -> tuple[Batch, Values]:
@@ -111,7 +126,7 @@ def _depends(compute: Compute, example: Batch, together: Values, alone: Values, 
     # Most losses end here, without another call.
     if _same(together["loss"][:1], alone["loss"]):
         return False
-    # Random numbers differ from call to call: they say nothing of the neighbors.
+    # Other random numbers than those of layers differ from call to call: they say nothing of the neighbors.
     shared = batch_norm_variables(model)
     before = [variable.numpy() for variable in shared]
     for values, rows in ((alone, slice(1)), (together, slice(None))):

@@ -99,6 +99,34 @@ class Mixed(Prime):
         return {"loss": super().compute(model, (inputs, labels, weight), training)["loss"]}
 
 
+class MixesByDraw(keras.layers.Layer):
+    """Mixes each example with another one, in a part that it draws for the batch; in training alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(3)
+
+    def call(self, inputs, training=False):
+        if not training:
+            return inputs
+        part = keras.random.uniform((), seed=self.seed)
+        return part * inputs + (1 - part) * keras.ops.flip(inputs, 0)
+
+
+@dataclass
+class MixedByDraw(Prime):
+    def looked_up(self):
+        return [MixesByDraw()]
+
+
+@dataclass
+class PairsInTraining(Pairs):
+    """Its losses look at other rows in training alone."""
+
+    def compute(self, model, batch, training):
+        return super().compute(model, batch, training) if training else Prime.compute(self, model, batch, training)
+
+
 OPTIONS = {"epochs": 1, "batch_size": 20, "precision": "float64"}
 
 
@@ -156,7 +184,9 @@ def test_statistics_of_all_replicas_are_nothing_to_say(quiet):
 @pytest.mark.filterwarnings("ignore:the steps draw random numbers")
 @pytest.mark.parametrize("kind", ["repeated mean", "noise"])
 def test_a_loss_whose_sum_is_right_or_random_is_no_such_loss(kind, quiet):
-    fit(Pairs(dtype="float64", kind=kind), backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
+    for dropout in (0.0, 0.5):
+        task = Pairs(dtype="float64", kind=kind, dropout=dropout)
+        fit(task, backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
 
 
 def test_a_running_mean_of_a_replicas_own_rows_is_said(quiet):
@@ -189,3 +219,12 @@ def test_examples_that_are_mixed_in_training_alone_are_said(quiet):
     with pytest.warns(UserWarning, match="depends on the other examples of its batch, of which each of 2 replicas"):
         fit(Mixed(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
     fit(Mixed(dtype="float64", gathers=True), backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [MixedByDraw(dtype="float64"), Mixed(dtype="float64", dropout=0.5), PairsInTraining(dtype="float64", dropout=0.5)],
+)
+def test_examples_that_are_mixed_beside_random_layers_are_said(task, quiet):
+    with pytest.warns(UserWarning, match="depends on the other examples of its batch, of which each of 2 replicas"):
+        fit(task, backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)

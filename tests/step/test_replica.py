@@ -73,6 +73,7 @@ def test_a_mask_of_all_rows_is_the_same_on_all_replicas(quiet):
     assert largest_difference(weights(two), weights(one)) <= 5e-6
 
 
+@pytest.mark.filterwarnings("ignore:the loss of an example depends on the other examples")  # also said, where it shows
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

@@ -1,5 +1,6 @@
 """A variable that the steps change and no checkpoint has is said at the start: a resume would not be exact."""
 
+import random
 import re
 import warnings
 
@@ -191,6 +192,26 @@ class SeedOfTheModel(Task):
 def test_random_numbers_whose_state_is_hidden_are_named(quiet):
     with pytest.warns(UserWarning, match="the steps draw random numbers with RandomUniform, whose state"):
         fit(HiddenSeed(), callbacks=quiet(), batch_size=8)
+
+
+class DrawsWhileTraced(Task):
+    def __init__(self, draw):
+        self.draw = draw
+
+    def factor(self, model, batch, training):
+        return self.draw() if training else 1.0
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.uniform])
+def test_random_numbers_that_python_draws_while_the_step_is_traced_are_said(draw, quiet):
+    with pytest.warns(UserWarning, match="runs while the step is traced, and not at each step"):
+        fit(DrawsWhileTraced(draw), callbacks=quiet(), batch_size=8)
+    fit(DrawsWhileTraced(np.random.default_rng(1).uniform), callbacks=quiet(), batch_size=8)  # the same in each run
+
+
+def test_the_first_seed_of_keras_is_no_such_draw(quiet):
+    with pytest.warns(UserWarning, match="change the seed of keras.random, which no checkpoint has"):
+        fit(DrawsWhileTraced(lambda: keras.random.uniform(())), callbacks=quiet(), batch_size=8)
 
 
 class Line(tf.Module):
