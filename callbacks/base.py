@@ -172,7 +172,7 @@ class Callback:
         """A phase of the task starts, `run.phase`, with an optimizer of its own; a task without phases has one."""
 
     def on_epoch_start(self, run: Run) -> None:
-        """An epoch starts, or continues after a restore."""
+        """An epoch starts; or it continues after a restore, and `run.progress.step_in_epoch` isn't 0."""
 
     def on_steps_end(self, run: Run, metrics: Metrics) -> None:
         """One or more steps have been made: see `every`."""

@@ -132,7 +132,7 @@ class TrainTask:
         """Called with the model and a few examples, before `build_metrics`; `KerasTask` overrides it."""
 
     def train_data(self) -> Dataset:
-        """Returns `ArrayData(...)`, `StreamData(...)`, or an unbatched `tf.data.Dataset` of examples."""
+        """Returns `ArrayData`, `IndexedData`, `StreamData`, or an unbatched `tf.data.Dataset`, of examples."""
         raise UsageError(f"{type(self).__name__} has no train_data(): define it and return ArrayData(...)")
 
     def eval_data(self) -> Dataset | dict[str, Dataset] | None:
@@ -170,6 +170,10 @@ class TrainTask:
             def train_step(self, model, step):
                 step.minimize(lambda batch: self.judge(model, batch), "discriminator")
                 step.minimize(lambda batch: self.forge(model, batch), "generator")
+
+        Statements around `minimize` run once a step, in order, on each replica. What they assign must be the same on
+        all: so are the model's variables, and a target network that follows them. The optimizers' own variables don't
+        exist yet when `train_step` is first tried.
 
         Args:
             model: what `build_model` returned.

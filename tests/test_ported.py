@@ -65,6 +65,20 @@ def test_a_ported_program_comes_to_the_same_weights(name, program, request):
         assert ours[value] == pytest.approx(theirs[value], rel=0, abs=1e-6), value
 
 
+def test_the_stateful_program_goes_on_within_an_epoch_to_the_same_bits(program, tmp_path, monkeypatch):
+    """What starts an epoch is called again there, and must keep the state."""
+    monkeypatch.chdir(tmp_path)
+    names = program("stateful", "ours")
+
+    def stop(run, metrics):
+        run.stop("within the second epoch")
+
+    stopped = callbacks.LambdaCallback(every=40, steps_end=stop)
+    parts = [loop.fit(names["Wave"](), run_dir="run", callbacks=more) for more in ([stopped], None)]
+    assert [part.steps for part in parts] == [40, 81]
+    assert parts[-1].weights_sha256 == names["result"].weights_sha256
+
+
 BOTH = """
 import functools, runpy, sys
 import numpy as np

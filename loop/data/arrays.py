@@ -234,9 +234,10 @@ def _array_or_sequences(given: Given, name: str | int) -> Array:
         else:
             if not array.ndim and not isinstance(given, np.ndarray) and not np.isscalar(given):
                 kind = type(given).__name__
-                raise UsageError(
-                    f"ArrayData: array {name!r} is a {kind}, which has no examples: give an array or a list"
-                )
+                fix = "give an array or a list"
+                if isinstance(given, tf.SparseTensor) or hasattr(given, "tocsr"):
+                    fix = "give a dense array, or the columns of each row, as in docs/data.md#sparse-rows"
+                raise UsageError(f"ArrayData: array {name!r} is a {kind}, which has no examples: {fix}")
             return array
     examples = as_sequences(given, name)
     # One shape after all, as of a ragged tensor with rows of one length: a plain array, which is read faster.

@@ -80,7 +80,7 @@ def check_spec(dataset: tf.data.Dataset) -> None:
         if not isinstance(spec, tf.TensorSpec):
             raise UsageError(
                 f"the data set yields {type(spec).__name__}: only dense tensors can be shared out by rows: make it "
-                "one, or leave it out, in a map"
+                "one, as by tf.sparse.to_dense, or leave it out, in a map"
             )
         if spec.shape.rank is None:
             raise UsageError(

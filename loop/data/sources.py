@@ -162,8 +162,8 @@ def source(data: Dataset, options: BatchOptions, what: str, make: Callable[[], D
         return _array_source(data, options, what)
     if not isinstance(data, StreamData | tf.data.Dataset):
         raise UsageError(
-            f"{what} returned {type(data).__name__}: return ArrayData(...), IndexedData(...), StreamData(...) or an "
-            "unbatched tf.data.Dataset"
+            f"{what} returned {type(data).__name__}: return ArrayData(...), IndexedData(...) of anything with len() "
+            "and [index], StreamData(...) or an unbatched tf.data.Dataset"
         )
     stream = data if isinstance(data, StreamData) else StreamData(data)
     made = _stream_source(stream, options, what)

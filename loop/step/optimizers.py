@@ -108,8 +108,8 @@ def _owners(task: TrainTask, model: Model, names: list[str]) -> list[str]:
                 continue  # a frozen variable
             if index in owners:
                 raise UsageError(
-                    f"the variable {paths[index]} belongs to two optimizers, {owners[index]!r} and {name!r}: see "
-                    "TrainTask.optimizer_variables"
+                    f"the variable {paths[index]} belongs to two optimizers, {owners[index]!r} and {name!r}: "
+                    "let optimizer_variables() give it to one, which several step.minimize(...) may use"
                 )
             owners[index] = name
     without_owner = [path for index, path in enumerate(paths) if index not in owners]

@@ -305,7 +305,7 @@ MASKED = np.ma.masked_equal(np.arange(3), 1)
         (lambda: ArrayData({"x": {}}), "a dict without arrays: give at least one"),
         (lambda: ArrayData(number for number in [1, 2]), "array 0 is a generator, which has no examples"),
         (lambda: ArrayData(np.zeros(3), None), "array 1 is a NoneType"),
-        (lambda: ArrayData({"x": scipy.sparse.eye(3)}), "array 'x' is a dia_matrix"),
+        (lambda: ArrayData({"x": scipy.sparse.eye(3)}), "array 'x' is a dia_matrix.* the columns of each row"),
         (lambda: ArrayData({}), "a dict without arrays: give at least one"),
         (lambda: ArrayData(MASKED), "array 0: some values are masked, which training doesn't see: fill them"),
         (lambda: ArrayData.of((MASKED, MASKED)), "some values are masked"),

@@ -14,7 +14,8 @@ class Wave(KerasTask):
 
     def build_callbacks(self):
         def forget(run):
-            run.model.layers[0].reset_state()
+            if run.progress.step_in_epoch == 0:  # else a run goes on
+                run.model.layers[0].reset_state()
 
         return [LambdaCallback(epoch_start=forget)]
 
