@@ -50,7 +50,8 @@ class Computing:
     Attributes:
         computed_by_all: the sources whose batches all replicas must compute, even those without rows.
         uncompiled: the sources whose batches XLA can't compute after all.
-        isolated: whether the forward and backward pass of a step is a graph of its own; see `ForwardPass`.
+        isolated: the sources of which a step's forward and backward pass is fast in a graph of its own alone; see
+            `ForwardPass`.
     """
 
     def __init__(
@@ -63,12 +64,16 @@ class Computing:
         self._compiled = compiled
         self.computed_by_all: set[Source] = set()
         self.uncompiled: set[Source] = set()
-        self.isolated = False
+        self.isolated: set[Source] = set()
         self._problem: Exception | None = None
 
     def compiles(self, source: Source) -> bool:
         """Whether XLA computes the batches of a source."""
         return source is self._compiled and source not in self.uncompiled
+
+    def is_isolated(self, source: Source) -> bool:
+        """Whether the forward and backward pass over a source's batches is a graph of its own, without collectives."""
+        return source in self.isolated and source not in self.computed_by_all
 
     def fail(self, problem: UsageError) -> UsageError:
         """Notes an error that is raised while tracing, since TensorFlow wraps it in one of its own; returns it."""
@@ -166,10 +171,10 @@ class Computing:
         """The replica within which `compute` is traced; see `Replica` and `of_rows` for the arguments."""
         replica = Replica(self._backend, rows, self._seed, source.most(parts), phase, stand_in)
         replica.fixed_rows = self._fixed_rows
-        # Within a branch, or within what XLA compiles, there can be no collective.
+        # Within a branch, a graph of its own, or what XLA compiles, there can be no collective.
         in_branch = source not in self.computed_by_all and source.leaves_some_without(self._backend.replicas * parts)
         compiled = self.compiles(source)
-        replica.collective = not (in_branch or compiled)
+        replica.collective = not (in_branch or compiled or self.is_isolated(source))
         replica.compiled = source is self._compiled and self._backend.replicas > 1
         try:
             with within(replica), _warning_of_draws(source):

@@ -143,7 +143,7 @@ class ForwardPass:
             known_count = source.even_count(parts) if isinstance(source, ArraySource) else None
             rows = rows.of_count(known_count)
             compute = tf.function(compute, jit_compile=True, autograph=False)
-        elif computing.isolated and source not in computing.computed_by_all:
+        elif computing.is_isolated(source):
             compute = tf.function(compute, autograph=False, experimental_attributes={"_noinline": True})
         return computing.of_rows(source, rows, parts, lambda stand_in: compute(rows, stand_in), self._without_rows)
 
@@ -241,7 +241,7 @@ class ForwardPass:
         self.connected = [index for index, gradient in gradients.items() if gradient is not None]
         self._check_connected()
         # Only now: whether the graph has such an operation shows when the backward pass is traced.
-        if self._isolates():
+        if self._isolates(replica):
             replica.problem = RetraceError()
             raise replica.problem
         return [self._to_be_added(index, gradients[index], replica, part) for index in self.connected]
@@ -276,7 +276,7 @@ class ForwardPass:
             places=replicas * parts,
         )
 
-    def _isolates(self) -> bool:
+    def _isolates(self, replica: Replica) -> bool:
         """Whether the forward and backward pass turns out to need a graph of its own to be fast.
 
         On a CPU, TensorFlow walks through the graph and replaces operations by those of oneDNN. It replaces some
@@ -285,15 +285,18 @@ class ForwardPass:
         small CNN has half of its speed.
         """
         computing = self._context.computing
-        if computing.isolated or not self._context.plan.may_isolate:
+        source = self._context.source
+        if source in computing.isolated or not self._context.plan.may_isolate:
             return False
-        # Its forward pass may have collectives, which can't be within a function of its own.
-        if self._context.source in computing.computed_by_all:
+        # A graph of its own can have no collective. A replica without rows computes for their sake alone.
+        if replica.received or source in computing.computed_by_all:
             return False
         operations = tf.compat.v1.get_default_graph().get_operations()
         types = {operation.type for operation in operations}
-        computing.isolated = not types.isdisjoint(_SLOW_IN_LOOPS)
-        return computing.isolated
+        if types.isdisjoint(_SLOW_IN_LOOPS):
+            return False
+        computing.isolated.add(source)
+        return True
 
     def _without_rows(self) -> Sums:
         """The sums of a replica without rows: zeros."""
