@@ -21,7 +21,9 @@ THEMES: dict[str, dict[str, list[str]]] = {
         "Runs and errors": ["Run", "UsageError", "TrainingError", "PeerError", "__version__"],
     },
     "callbacks": {
-        "Your own": ["Callback", "Run", "Schedule", "Metrics", "EVENTS", "LambdaCallback", "FromKeras"],
+        "Your own": [
+            "Callback", "Run", "Schedule", "Metrics", "EVENTS", "LambdaCallback", "FromKeras", "SettingsError",
+        ],
         "The standard set": ["standard", "StandardSet", "complete"],
         "Saving and stopping": ["Checkpoint", "EarlyStopping", "EMA", "Sentinel"],
         "Learning rates": ["LearningRateScaling", "ReduceOnPlateau", "LearningRateMonitor"],
