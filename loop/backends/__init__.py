@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from loop.backends import devices as devices_
 from loop.backends.base import Backend
 from loop.errors import UsageError
-from loop.launch import backend_choice, plugins
-from loop.launch.environment import WORKER, forget_inherited_job, job_rank, own_job
+from loop.launch import plugins
+from loop.launch.environment import WORKER, check_place, forget_inherited_job, job_rank, own_job
 from loop.launch.worker import mark_state
 from loop.monitor import fault_injection
 from loop.options import check_communication
@@ -81,7 +81,7 @@ def create(
     own_job()
     # Checks first: they need no other worker.
     check_communication(name, communication)
-    backend_choice.check_place(name, os.environ)
+    check_place(name, os.environ)
     devices_.own_several(name, devices_per_replica)
     devices_.check_several()
     fault_injection.reached("start", job_rank())

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from callbacks.run_record.redaction import tell
 from loop.errors import UsageError
 from loop.launch import machine, plugins, schedulers, stderr
-from loop.launch.environment import JOB, job_size, tf_cluster, tpu_name
+from loop.launch.environment import JOB, check_place, job_size, tf_cluster, tpu_name
 from loop.options import BACKENDS, with_defaults
 
 MOST_WORKERS = 1024
@@ -46,19 +46,6 @@ def choose_backend(
         return backend, "asked for"
     # An outside launcher has decided already; only without one does this machine decide.
     return _of_launcher(environment, workers, serves) or _of_machine(workers)
-
-
-def check_place(backend: str, environment: Mapping[str, str]) -> None:
-    """Refuses a backend whose workers find each other by `TF_CONFIG` in a process without that variable.
-
-    Raises:
-        UsageError: it is such a backend.
-    """
-    if backend in ("multiworker", "parameter_server") and "TF_CONFIG" not in environment:
-        raise UsageError(
-            f"backend={backend!r} without TF_CONFIG: start them with `tfloop train ... --workers N`, or set TF_CONFIG "
-            "in each of them"
-        )
 
 
 def _refuse_unusable(backend: str, workers: int | None, environment: Mapping[str, str]) -> None:

@@ -55,6 +55,19 @@ def own_job() -> None:
         os.environ[OWNER] = str(os.getpid())
 
 
+def check_place(backend: str, environment: Mapping[str, str]) -> None:
+    """Refuses a backend whose workers find each other by `TF_CONFIG` in a process without that variable.
+
+    Raises:
+        UsageError: it is such a backend.
+    """
+    if backend in ("multiworker", "parameter_server") and "TF_CONFIG" not in environment:
+        raise UsageError(
+            f"backend={backend!r} without TF_CONFIG: start them with `tfloop train ... --workers N`, or set TF_CONFIG "
+            "in each of them"
+        )
+
+
 def job_size() -> int | None:
     """The number of workers of the job that this process was started in; None outside of a job.
 

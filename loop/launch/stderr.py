@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 
 from callbacks.run_record.redaction import tell
+from loop.errors import UsageError
 from loop.launch.environment import JOB, job_rank, job_size
 
 CHATTER = (
@@ -44,6 +45,14 @@ def takes_text() -> bool:
     return bool(poll.poll(0))
 
 
+def _in_job() -> bool:
+    """Whether this process has peers."""
+    try:
+        return (job_size() or 1) > 1
+    except UsageError:  # of a wrong environment: what starts the backend raises it, and `doctor` reports it
+        return False
+
+
 @contextlib.contextmanager
 def quiet_start(says: bool = True) -> Iterator[None]:
     """Within it, stderr is collected; at the end it is printed without TensorFlow's start-up messages.
@@ -55,7 +64,7 @@ def quiet_start(says: bool = True) -> Iterator[None]:
     if says and "tensorflow" not in sys.modules and JOB not in os.environ and job_rank() == 0:
         tell("loading TensorFlow ...")
     # In a job, TensorFlow's errors are raw lines of gRPC about a peer that is gone, and tfloop's own error says that.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if (job_size() or 1) == 1 else "3")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3" if _in_job() else "2")
     sys.stderr.flush()
     with tempfile.TemporaryFile() as collected:
         _descriptor = os.dup(2)

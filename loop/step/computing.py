@@ -24,7 +24,7 @@ from loop.data import (
 )
 from loop.data.host_random import random_state
 from loop.errors import UsageError
-from loop.step.example_trace import global_seeds, of_size
+from loop.step.example_trace import global_seeds, of_size, recorded
 from loop.step.mistakes import explained
 from loop.step.replica import CollectiveNeededError, Replica, within
 from loop.step.totals import Parts
@@ -201,9 +201,11 @@ def _warning_of_draws(source: Source) -> Iterator[None]:
     """Warns if what is traced within it draws from the global generators of Python or NumPy."""
     before = random_state()
     seeds = len(global_seeds())
-    yield
-    # A global generator of Keras that is made meanwhile draws its first seed there.
-    is_drawn = random_state() != before and len(global_seeds()) == seeds
+    made: list[tf.Variable] = []
+    with recorded(made):
+        yield
+    # Keras draws there the seed of a generator or a layer that is made meanwhile.
+    is_drawn = random_state() != before and len(global_seeds()) == seeds and not made
     # Other sources may call Python in threads of their own, which draw meanwhile.
     if isinstance(source, ArraySource) and is_drawn:
         warnings.warn(
