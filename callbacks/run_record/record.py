@@ -56,7 +56,7 @@ class Record:
     # Seconds since the epoch, UTC; None where it isn't known, as for all numbers that may be None.
     started: float | None = None
     seconds: float = 0.0  # how long it ran, all attempts together
-    lives: int = 0  # how often it was started
+    attempts: int = 0  # how often the run was started
     steps: int = 0  # optimizer steps made
     epochs: int = 0  # epochs completed
     examples: int = 0  # examples used
@@ -178,7 +178,7 @@ class Reader:
             reason=mask(story.reason),
             started=as_stamp(about.get("updated")) if started is None else started,
             seconds=story.timeline.seconds,
-            lives=story.timeline.attempts,
+            attempts=story.timeline.attempts,
             # Either may be behind: `run.json` while the run trains, the journal where the run has none.
             steps=max(story.step, as_counter(progress.get("step"))),
             epochs=max(story.epoch, as_counter(progress.get("epoch"))),

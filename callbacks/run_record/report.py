@@ -144,8 +144,8 @@ def _tiles(of: Record) -> Iterator[_Tile]:
     if of.epochs:
         notes.append(plural(of.epochs, "epoch"))
     yield _Tile("steps", f"{of.steps:,}", ", ".join(notes))
-    attempts = f"in {of.lives} attempts" if of.lives > 1 else "in one go"
-    yield _Tile("duration", lasting(of.seconds), attempts)
+    note = f"in {of.attempts} attempts" if of.attempts > 1 else "in one attempt"
+    yield _Tile("duration", lasting(of.seconds), note)
     if of.speed:
         yield _Tile("examples/s", f"{of.speed[-1][1]:,.0f}", "while training")
 
@@ -234,7 +234,7 @@ def _speeds(of: Record) -> list[Chart]:
 
 def _times(of: Record) -> _Times:
     """The time of the chief by part, and that of each rank of a profiled run."""
-    rows = [("the chief, all attempts" if of.lives > 1 else "the chief", of.split)]
+    rows = [("the chief, all attempts" if of.attempts > 1 else "the chief", of.split)]
     for rank, seconds in enumerate(of.ranks[:_RANKS]):
         rows.append((f"rank {rank}, without its start and compiling", seconds))
     bars = []

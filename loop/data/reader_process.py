@@ -45,8 +45,8 @@ class ReaderProcess:
     source and its map need, which may take seconds, and is `ready` after that.
 
     Args:
-        payload: what `pickled` has returned.
-        number: of the process, for messages.
+        payload: the source and its map, as `pickled` returns them.
+        number: the number of the process, for messages.
     """
 
     def __init__(self, payload: bytes, number: int) -> None:

@@ -180,7 +180,7 @@ def in_use(directory: str) -> Iterator[None]:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Removes this user's directories whose processes were killed: nobody holds the kernel's lock on them."""
+    """Removes directories of this user whose processes were killed: no process has a lock on them any more."""
     for path in folder.glob(f"tfloop-*{_IN_USE}"):
         # One that can't be opened is a link, of another user, or just being removed.
         with contextlib.suppress(OSError):

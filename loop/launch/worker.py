@@ -28,7 +28,7 @@ ORPHAN_GRACE = 600.0
 has_unsaved = threading.Event()
 """Set once steps of this worker may be in its memory alone, between two attempts of an elastic job."""
 stop_deferred = threading.Event()
-"""Set by a signal that has come then: the next attempt saves and ends."""
+"""Set by a signal that came while `has_unsaved` was set: the next attempt saves and ends."""
 
 
 Result = dict[str, Any] | None

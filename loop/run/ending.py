@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from loop.launch.worker import has_unsaved
 from loop.monitor import stopwatch
 from loop.run.bus import Bus
 from loop.run.result import take_best
@@ -51,6 +52,7 @@ def end(run: Run, bus: Bus, status: str, error: BaseException | None = None) -> 
     """
     # First: the status and the last events must know of a checkpoint that can't be written.
     run.checkpointing.close()
+    has_unsaved.clear()  # no attempt follows, to which a signal could be left
     last_acts: list[Callable[[], None]] = [
         run.checkpointing.raise_errors,
         lambda: run.run_status.write(run, status),

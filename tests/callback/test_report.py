@@ -198,7 +198,7 @@ curves = st.dictionaries(texts, st.lists(st.tuples(steps, numbers), max_size=6).
 records = st.builds(
     Record, path=texts.map(lambda text: Path("runs", text.replace("\0", ""))), name=texts, task=texts, target=texts,
     replicas=st.none() | steps, workers=st.none() | steps, status=st.sampled_from(["", *record.STATUSES]), reason=texts,
-    started=st.none() | st.floats(0, 1e11), seconds=st.floats(0, 1e11), lives=st.integers(0, 3), steps=steps,
+    started=st.none() | st.floats(0, 1e11), seconds=st.floats(0, 1e11), attempts=st.integers(0, 3), steps=steps,
     total_steps=st.none() | steps, hyperparameters=st.dictionaries(texts, texts | numbers | st.lists(texts)),
     options=st.dictionaries(texts, st.none() | texts), versions=st.dictionaries(texts, texts), backend=texts,
     curves=curves, speed=st.lists(st.tuples(steps, numbers), max_size=4),

@@ -86,7 +86,7 @@ def test_a_record_is_what_fit_returned(trained):
         found = record.read(root / name)
         assert (found.name, found.task, found.backend, found.replicas) == (name, "Digits", "single", 1)
         assert (found.status, found.steps, found.epochs) == ("finished", result.steps, result.epochs)
-        assert (found.examples, found.total_steps, found.lives) == (result.examples, result.steps, 1)
+        assert (found.examples, found.total_steps, found.attempts) == (result.examples, result.steps, 1)
         assert found.parameters == result.model.count_params()
         for metric in ("loss", "accuracy", "eval_loss", "eval_accuracy"):
             assert found.curves[metric] == [(row["step"], row[metric]) for row in result.history]
@@ -113,7 +113,7 @@ def test_a_record_is_what_fit_returned(trained):
 def test_a_short_reading_tells_the_same(trained):
     for name in ("small", "wide"):
         whole, short = (record.read(trained[0] / name, whole) for whole in (True, False))
-        same = ("status", "steps", "epochs", "examples", "seconds", "started", "lives", "metric", "hyperparameters")
+        same = ("status", "steps", "epochs", "examples", "seconds", "started", "attempts", "metric", "hyperparameters")
         assert [getattr(whole, each) for each in same] == [getattr(short, each) for each in same]
         assert all(whole.curves[each] == short.curves[each] for each in whole.curves if not each.startswith("step/"))
 
@@ -161,7 +161,7 @@ def test_lives_and_faults(tmp_path):
         "went on from step-00000009",
         "ValueError: \\x1b[31mred",
     ]
-    assert (found.lives, found.status, found.seconds) == (3, "failed", 1 + 501 + 1)
+    assert (found.attempts, found.status, found.seconds) == (3, "failed", 1 + 501 + 1)
     assert found.curves["step/loss"] == [(5, 2.0)]  # the later attempt has the last word
     assert "system/rank0/cpu" not in found.curves
     assert found.best("loss") is None

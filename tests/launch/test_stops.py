@@ -18,7 +18,7 @@ import pytest
 import callbacks
 import loop.commands.train as train_
 from loop import TrainingError, fit
-from loop.launch import signals
+from loop.launch import signals, worker
 from tests.conftest import ROOT, TFLOOP
 from tests.launch.test_failures import Started, pid_of, start, task, training  # noqa: F401 - fixtures among them
 from tests.tasks import Plain
@@ -336,6 +336,12 @@ def test_chaos_kills_a_number_of_times_that_can_be_waited_for(kills, command):  
     code, out, err = command("chaos", "digits", "--kills", kills)
     assert (code, out) == (2, "")
     assert err == f"tfloop: error: --kills {kills}: give a whole number from 1 to 1000\n"
+
+
+def test_a_signal_is_left_to_the_next_attempt_only_while_there_may_be_one(quiet):
+    worker.has_unsaved.set()
+    fit(Plain(), steps=2, callbacks=quiet())
+    assert not worker.has_unsaved.is_set()
 
 
 def test_directories_of_killed_processes_are_removed(tmp_path, monkeypatch):

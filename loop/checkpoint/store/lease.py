@@ -122,15 +122,15 @@ def _check(bucket: Bucket, key: str, body: JsonObject) -> None:
     """
     problem = ""
     if not isinstance(body["owner"], dict) or not 0 <= body["ttl"] < math.inf:
-        problem = "its owner is none"
+        problem = "it names no owner"
     for about in [*body["files"].values(), *body["journal"]]:
         if type(about["bytes"]) is not int or about["bytes"] < 0 or not isinstance(about["key"] + about["sha256"], str):
-            problem = f"{about!r:.60} is no object"
+            problem = f"{about!r:.60} describes no object"
     for name in body["files"]:
         if not _is_of_run(name) or not body["files"].keys().isdisjoint(map(str, PurePosixPath(name).parents)):
-            problem = f"{name!r:.60} is no name of a file of it"
+            problem = f"{name!r:.60} is no file name of a run"
     if problem:
-        raise DamagedError(f"{bucket.url}: {key} is none of a run ({problem}): remove that run from the store")
+        raise DamagedError(f"{bucket.url}: {key} wasn't written by a run ({problem}): remove that run from the store")
 
 
 def _is_of_run(name: str) -> bool:

@@ -63,7 +63,7 @@ def _outcome(record: Record) -> str:
     # A run that has made all its steps has one number.
     of = f" of {record.total_steps:,}" if record.total_steps and record.total_steps != record.steps else ""
     done = f"{record.steps:,}{of} steps, {plural(record.epochs, 'epoch')}, {record.examples:,} examples"
-    attempts = f" in {record.lives} attempts" if record.lives > 1 else ""
+    attempts = f" in {record.attempts} attempts" if record.attempts > 1 else ""
     since = "" if record.started is None else f", from {terminal.when(record.started)} UTC"
     status = terminal.status(record.status or "?", bold=True)
     return f"{status}{why}: {done}; {lasting(record.seconds)}{attempts}{since}"

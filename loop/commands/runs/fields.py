@@ -24,10 +24,15 @@ def field_of(column: str) -> str:
     return _FIELD_OF_COLUMN.get(column, column)
 
 
+def attribute_of(field: str) -> str:
+    """The attribute of a record that has a field. Programs read the JSON output, so one field keeps its old name."""
+    return "attempts" if field == "lives" else field
+
+
 def value(record: Record, name: str) -> Any:
     """A value of a run: a field, hyperparameter or option, or the best of a metric; None: it has none of this name."""
     if name in FIELDS:
-        field = getattr(record, name)
+        field = getattr(record, attribute_of(name))
         return field if field != "" else None
     values = record.options | record.hyperparameters  # a field of the task hides an option of the same name
     return values[name] if name in values else best_or_last(record, name)

@@ -14,7 +14,7 @@ from callbacks.run_record.journal import jsonable
 from callbacks.run_record.record import Record, printable, read
 from loop.commands import terminal
 from loop.commands.runs.directories import find
-from loop.commands.runs.fields import FIELDS, as_float, check_metric, field_of, names, value
+from loop.commands.runs.fields import FIELDS, as_float, attribute_of, check_metric, field_of, names, value
 from loop.commands.runs.filters import Filter
 from loop.errors import UsageError
 
@@ -111,5 +111,5 @@ def _fields(record: Record) -> dict[str, object]:
         point = record.best(name)
         if point:  # the name says which way the metric gets better
             best[name] = {"step": point[0], "value": point[1]}
-    fields = {name: getattr(record, name) for name in _IN_JSON}
+    fields = {name: getattr(record, attribute_of(name)) for name in _IN_JSON}
     return {**fields, "path": printable(str(record.path.absolute())), "best": best, "last": last}
