@@ -4,12 +4,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from loop import ArrayData, KerasTask, fit
 from loop.backends import create
 from loop.data import open_data
 from loop.options import with_defaults
 from loop.step.build import build
+from loop.step.gradients import each_row_once
 from loop.step.lookups import GATHERED, GATHERED_ROWS
 from loop.step.plan import make_plan
 from tests.exactness import Prime, regression
@@ -195,3 +198,22 @@ def test_and_skip_the_same_steps(engines, quiet):  # noqa: F811
     assert results[0].weights_sha256 == results[1].weights_sha256
     assert results[0].history == results[1].history
     assert [row["skipped_steps"] for row in results[0].history] == [1, 1]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    dtype=st.sampled_from(["float16", "bfloat16", "float32", "float64", "complex64"]),
+    lookups=st.integers(0, 3000),
+    words=st.integers(1, 3000),
+    row=st.sampled_from([[], [1], [7], [2, 3]]),
+    seed=st.integers(0, 1 << 16),
+)
+def test_a_row_that_comes_several_times_has_the_bits_of_a_dense_gradient(dtype, lookups, words, row, seed):
+    random = np.random.default_rng(seed)
+    # Of very different sizes: another order of the additions would show in the last bits.
+    values = random.normal(size=[lookups, *row]) * np.exp(2 * random.normal(size=[lookups, *row]))
+    indices = random.integers(0, words, lookups)
+    gradient = tf.IndexedSlices(tf.cast(values, dtype), tf.constant(indices), tf.constant([words, *row]))
+    once = each_row_once(gradient)
+    assert sorted(once.indices.numpy()) == np.unique(indices).tolist()
+    np.testing.assert_array_equal(tf.gather(tf.convert_to_tensor(gradient), once.indices), once.values)
