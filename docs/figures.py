@@ -155,7 +155,10 @@ def kills(report: dict[str, Any]) -> str:
     def place(step: int) -> float:
         return 90 + (RIGHT - 90) * step / steps
 
-    parts = [text(10, 20, f"{report['target']}: {steps} steps, {sum(report['kills'].values())} times kill -9", "small")]
+    said = f"{report['target']}: {steps} steps, {sum(report['kills'].values())} times kill -9"
+    if report["kills"]["in start-up"]:
+        said += f" ({report['kills']['in start-up']} before a first step)"
+    parts = [text(10, 20, said, "small")]
     y = 40.0
     gap = min(30.0, 150 / max(len(report["lines"]), 1))
     # A process that was killed in its start-up has made no step, and has no line.
@@ -168,8 +171,8 @@ def kills(report: dict[str, Any]) -> str:
         y += gap
     parts.append(text(90, y + 16, "step 0", "small"))
     parts.append(text(RIGHT, y + 16, f"step {steps}", "small", "end"))
-    said = "the same bits as without a kill" if report["exact"] else "NOT the same bits"
-    parts.append(text(RIGHT, y + 38, said, "strong", "end"))
+    outcome = "the same bits as without a kill" if report["exact"] else "NOT the same bits"
+    parts.append(text(RIGHT, y + 38, outcome, "strong", "end"))
     return svg("Attempts of a run that was killed and resumed", parts)
 
 

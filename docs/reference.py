@@ -36,7 +36,10 @@ THEMES: dict[str, dict[str, list[str]]] = {
 }  # fmt: skip
 """The public names of each package by theme, those that most need first. A name that is in none comes last."""
 
-WITHOUT_MEMBERS = {"loop.Run": "What callbacks see of a run: [`callbacks.Run`](callbacks.md#callbacks.base.Run)."}
+WITHOUT_MEMBERS = {
+    "loop.Run": "What callbacks see of a run: [`callbacks.Run`](callbacks.md#callbacks.base.Run).",
+    "loop.Padding": "More in [Examples of different lengths](../data.md#examples-of-different-lengths).",
+}
 """Classes whose members are internals, and where to read on."""
 
 

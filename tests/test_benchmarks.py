@@ -46,10 +46,10 @@ def test_results_are_merged_by_workload_and_judged(tmp_path, monkeypatch):
     assert report.load(tmp_path) == json.loads(json.dumps(results))
     assert [reached and reached[0] for _, reached in report.judged(results)] == [1.75, 1.375, None, 1.1]
     text = (tmp_path / "README.md").read_text()
-    assert "1.75 (1.50 to 2.00) | at least 1.5 | met" in text
-    assert "1.38 (1.25 to 1.50) | at least 2 | **not met**" in text
+    assert "1.750 (1.50 to 2.00) | at least 1.5 | met" in text
+    assert "1.375 (1.25 to 1.50) | at least 2 | **not met**" in text
     assert "not measured" in text
-    assert "| first-step | slowness | 1.10 (1.00 to 1.30) | at most 1.2 | met |" in text
+    assert "| first-step | slowness | 1.100 (1.00 to 1.30) | at most 1.2 | met |" in text
     assert "| ours | 20.0 | 10.0 to 30.0 | 1.00 |  | 1 MB |" in text
     assert "| ours | 1.5 |" in text
     assert (tmp_path / "mlp.png").stat().st_size > 1000
