@@ -213,7 +213,7 @@ class Schedule:
         every: `"epoch"`, `"call"`, a number of steps, a tuple of steps, or a time such as `"10s"`, `"2m"`, `"1h"`.
 
     Raises:
-        ValueError: `every` is none of these.
+        ValueError: `every` has another form.
     """
 
     def __init__(self, every: Every) -> None:

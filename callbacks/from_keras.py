@@ -50,7 +50,7 @@ class FromKeras(Callback):
         callback: the callback of Keras.
 
     Raises:
-        ValueError: it is none of Keras, or one that can't work here; with what to use instead.
+        ValueError: it isn't a callback of Keras, or can't work here; with what to use instead.
     """
 
     runs_on: ClassVar[Literal["chief", "all"]] = "all"

@@ -95,7 +95,7 @@ def summary(run: Run) -> str:
 
 
 def _bytes_beside(weights: Container[int], run: Run) -> int:
-    """The bytes of the run's variables that are none of the model's weights, given by identity."""
+    """The bytes of the run's variables that aren't weights of the model; these are given by identity."""
     count = 0
     for variable in (*run.variables, *run.sliced_variables):
         if id(variable) not in weights:

@@ -162,7 +162,7 @@ def read_partition(text: str) -> tuple[str, int]:
     """How the variables of parameter servers are cut: `fixed` with the number of shards, or `min` or `max` with a size.
 
     Raises:
-        UsageError: it is none of these, or the number is no number of shards or bytes.
+        UsageError: it has another form, or the number can't be one of shards or bytes.
     """
     kind, _, value = text.partition(":")
     if re.fullmatch(r"\d{1,15}", value, re.ASCII):

@@ -29,7 +29,7 @@ def verify(path: Path) -> Json:
     manifest = checkpoint_files.verify(path)
     problem = _problem(manifest)
     if problem:
-        raise checkpoint_files.CheckpointError(f"{path}: its manifest is none of a run ({problem})")
+        raise checkpoint_files.CheckpointError(f"{path}: its manifest isn't that of a run ({problem})")
     return manifest
 
 

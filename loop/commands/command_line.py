@@ -212,7 +212,7 @@ def _wrong_usage(error: Any) -> str:
     text = error.format_message()
     if type(error).__name__ == "NoArgsIsHelpError":  # of typer's private classes, only the name is known
         return str(text)
-    if hasattr(error.__cause__, "errors"):  # why a value is none of its type
+    if hasattr(error.__cause__, "errors"):  # why a value doesn't have its type
         first = error.__cause__.errors()[0]
         what = first["msg"].removeprefix("Input ").partition(",")[0]
         text = f"{error.param.opts[0]} {first['input']}: {what}"

@@ -78,7 +78,7 @@ class Evaluator:
         # A task with phases may have another model in each: the checkpoint says which one it is of.
         with run_directory.of_a_run(path):
             index = index_of(self.manifest, self._task)
-        session = self._in_phase(index)  # not within: an error of the task is none of the manifest
+        session = self._in_phase(index)  # not within: an error of the task isn't one of the manifest
         assign(numbered("model", all_variables(session.built.model)), weights)
         metrics: dict[str, float] = {}
         for evaluation in self._evaluations.values():

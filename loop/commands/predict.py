@@ -114,7 +114,7 @@ def _session(task: TrainTask, run_or_model: Any, options: dict[str, Any], reads_
     options |= {"eval_every": "epoch" if reads_eval else "never", "steps": 1, "shuffle": False, "ema": None}
     options |= approximations.OFF | {"drop_remainder": False, "overfit": None, "shard_optimizer": False}
     with run_directory.of_a_run(str(run_or_model)):
-        index = index_of(manifest, task)  # alone: an error of the task is none of the manifest
+        index = index_of(manifest, task)  # alone: an error of the task isn't one of the manifest
     # On one device, whatever backend shares the blocks: a block must be computed in the same graph everywhere.
     session = Session(task, Backend(), options, index, trained_on=1, change=_in_order)
     assign(numbered("model", all_variables(session.built.model)), weights)

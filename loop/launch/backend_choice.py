@@ -168,7 +168,7 @@ def has_servers(backend: str, text: str) -> bool:
 
 
 def _check_server_cluster(chiefs: int, workers: int, servers: int) -> None:
-    """Refuses a cluster that is none of a `parameter_server` job."""
+    """Refuses a cluster that isn't that of a `parameter_server` job."""
     if chiefs != 1 or not workers or not servers:
         raise UsageError(
             f"TF_CONFIG: its cluster has {chiefs} chief, {workers} worker and {servers} ps, but a parameter_server "

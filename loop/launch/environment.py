@@ -47,7 +47,7 @@ def forget_inherited_job() -> None:
 
 
 def own_job() -> None:
-    """Marks a job's variables as this process's own: a command that it starts is none of the job.
+    """Marks a job's variables as this process's own: a command that it starts has no part in the job.
 
     Of an outside launcher, too, and of a job with one worker, which has no size.
     """

@@ -212,7 +212,7 @@ def of_a_run(path: Path | str) -> Iterator[None]:
     except UsageError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
-        raise UsageError(f"{path}: its manifest is none of a run ({type(error).__name__}: {error})") from error
+        raise UsageError(f"{path}: its manifest isn't that of a run ({type(error).__name__}: {error})") from error
 
 
 def _find(run: Run) -> Located | None:

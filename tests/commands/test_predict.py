@@ -413,7 +413,7 @@ class Broken(Weighted):
 
 
 def test_an_error_of_the_task_is_not_blamed_on_the_run(quiet, tmp_path):
-    """Its manifest was said to be none of a run."""
+    """Its manifest was refused as if it weren't that of a run."""
     fit(Weighted(), steps=1, batch_size=8, callbacks=quiet(), run_dir=tmp_path / "run", backend="single")
     for compute in (loop.predict, loop.evaluate):
         with pytest.raises(TypeError, match="wrong in compute"):
