@@ -230,8 +230,8 @@ class Schedule:
             self.seconds = float(time[1]) * {"s": 1, "m": 60, "h": 3600}[time[2]]
         elif not (self.call or self.epoch or self.at):
             raise ValueError(
-                f'every={every!r} is no schedule: give "epoch", "call", a number of steps >= 1, a tuple of steps, or a '
-                'time like "10s"'
+                f"every={every!r} isn't a schedule: "
+                'give "epoch", "call", a number of steps >= 1, a tuple of steps, or a time like "10s"'
             )
         self._last = 0.0
 

@@ -280,7 +280,7 @@ def _overrides(callback: Foreign, hook: str) -> bool:
 
 
 def _plain_attributes(callback: Foreign) -> dict[str, Json]:
-    """The attributes of a callback that JSON can hold and that are no settings, as copies."""
+    """The attributes of a callback that JSON can hold and that aren't settings, as copies."""
     # Not settings: a callback may change one at its first use, as ReduceLROnPlateau does `min_delta`, and would change
     # a restored one again.
     skipped = _settings(callback)

@@ -19,7 +19,7 @@ class LambdaCallback(Callback):
         **hooks: functions by event; see `EVENTS`.
 
     Raises:
-        ValueError: there is no such event, something is no function, or another argument is wrong.
+        ValueError: there is no such event, something isn't a function, or another argument is wrong.
     """
 
     def __init__(self, *, runs_on: str = "chief", every: Every = "epoch", **hooks: Callable[..., object]) -> None:

@@ -57,7 +57,7 @@ class _Count:
 
 def summary(run: Run) -> str:
     """The table, with the totals in a line below it."""
-    # The totals are those of floating-point weights; seeds and counters are no parameters.
+    # The totals are those of floating-point weights; seeds and counters aren't parameters.
     total = _Count()
     weights = {}  # by identity: names need not be unique, and variables can't be compared
     floats = {}

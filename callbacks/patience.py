@@ -66,7 +66,7 @@ class Patience(Callback):
         if self.metric not in metrics:
             raise ValueError(f"{type(self).__name__}(metric={self.metric!r}): this run has only {', '.join(metrics)}")
         value = metrics[self.metric]
-        # A value that is not finite is no improvement: no later value could be compared with it.
+        # A value that is not finite isn't an improvement: no later value could be compared with it.
         if math.isfinite(value) and (self.best is None or self.sign * (value - self.best) < -self.min_delta):
             self.best = value
             self.waited = 0

@@ -62,7 +62,7 @@ class Progress(Callback):
         self._update(self._state(run, "end", {}) | {"epoch": epoch, "status": status, "why": run.stop_reason})
 
     def _update(self, state: State) -> None:
-        # A terminal or a launcher that is gone is no reason to stop training.
+        # A terminal or a launcher that is gone isn't a reason to stop training.
         with contextlib.suppress(OSError):
             self._show.update(state)
 

@@ -53,11 +53,11 @@ class TensorBoard(Callback):
         try:
             str(directory).encode()
             directory.mkdir(parents=True, exist_ok=True)
-        except UnicodeEncodeError:  # bytes that are no UTF-8 stand in it
+        except UnicodeEncodeError:  # bytes that aren't UTF-8 stand in it
             text = "TensorFlow writes no event files to a path that isn't UTF-8: give TensorBoard another directory"
             raise FileError(errno.EILSEQ, text, printable(str(directory))) from None
         except FileExistsError:
-            raise UnsafeFileError(directory, "it is no directory") from None
+            raise UnsafeFileError(directory, "it isn't a directory") from None
 
     def on_restore(self, run: Run, path: Path | None) -> None:
         import tensorflow as tf

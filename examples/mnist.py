@@ -82,7 +82,7 @@ class Mnist(TrainTask):
                 with np.load(file) as arrays:
                     return {name: (arrays[f"x_{name}"], arrays[f"y_{name}"]) for name in ("train", "test")}
             except (OSError, ValueError, KeyError) as error:
-                raise UsageError(f"{file} is no file of MNIST ({error}): give another one, --set file=PATH") from None
+                raise UsageError(f"{file} isn't a file of MNIST ({error}): give another one, --set file=PATH") from None
         try:
             train, test = keras.datasets.mnist.load_data()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""A table: is a tumour malignant? Judged by the area under the ROC curve, which is no mean over examples.
+"""A table: is a tumour malignant? Judged by the area under the ROC curve, which isn't a mean over examples.
 
 `tfloop train tabular` reaches an area of 0.991 and an accuracy of 0.982 on held-out patients after 300 steps (seed 0,
 5 s; the same to seven digits on two replicas).
@@ -43,7 +43,7 @@ class Tumours(TrainTask):
         return keras.optimizers.AdamW(self.learning_rate, weight_decay=0.01)
 
     def build_metrics(self):
-        # What replicas gather is counts, which can be added: the area of all is no mean of their areas.
+        # What replicas gather is counts, which can be added: the area of all isn't a mean of their areas.
         return {"auc": keras.metrics.AUC(num_thresholds=1000)}
 
     def train_data(self):

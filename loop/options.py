@@ -125,7 +125,7 @@ _UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**2
 
 
 def size_in_bytes(value: object) -> float | None:
-    """The bytes of a size such as `64MB`; None if the value is no size, or is 0."""
+    """The bytes of a size such as `64MB`; None if the value isn't a size, or is 0."""
     size = _SIZE.fullmatch(str(value))
     if size is None:
         return None
@@ -263,7 +263,7 @@ def with_defaults(task: HasDefaults | None, given: Mapping[str, object]) -> Opti
     passed = {name: value for name, value in given.items() if value is not None}
 
     phases = phases_of(task)
-    # Before the values are merged: a task's own length is no mistake beside one that the caller gives.
+    # Before the values are merged: a task's own length isn't a mistake beside one that the caller gives.
     _refuse_two_lengths(task, phases, own, passed)
     # What the caller gives wins over what the task gives in its place.
     for name, other in (("epochs", "steps"), ("clip_norm", "clip_value"), ("clip_value", "clip_norm")):

@@ -102,7 +102,7 @@ def test_stdout_that_takes_nothing_is_one_line(arguments, unbuffered):
 
 
 BEFORE_TENSORFLOW = [
-    (["train", "digits", "--checkpoint-every", "0"], "--checkpoint-every 0: every=0 is no schedule: give"),
+    (["train", "digits", "--checkpoint-every", "0"], "--checkpoint-every 0: every=0 isn't a schedule: give"),
     (
         ["train", "digits", "--track", "http://h", "--callback", "MLflowTracker(experiment='mine')"],
         "--track with --callback MLflowTracker, which has an argument for it: leave one of them out",
@@ -112,7 +112,7 @@ BEFORE_TENSORFLOW = [
     (["train", "digits", "--profile", "5:2"], "profile='5:2': give the first and the last step to trace, such as"),
     (["train", "digits", "--profile", "x"], "profile='x': give the first and the last step"),
     (["train", "digits", "--profile", "0:3"], "profile='0:3': give .*; steps count from 1"),
-    (["chaos", "digits", "--checkpoint-every", "never"], "--checkpoint-every never: every='never' is no schedule"),
+    (["chaos", "digits", "--checkpoint-every", "never"], "--checkpoint-every never: every='never' isn't a schedule"),
     (["train", "digist"], "TARGET 'digist': give file.py:Class, .* did you mean 'digits'"),
     (["train", "digits", "--epoch", "1"], "there is no option --epoch; did you mean '--epochs'"),
     (["train", "digits", "--learning-rate=1"], "no option --learning-rate; .* by --set learning_rate=VALUE"),
@@ -131,7 +131,7 @@ BEFORE_TENSORFLOW = [
     (["train", "digits", "--workers", "0"], "--workers 0: give a whole number >= 1"),
     (["train", "digits", "--workers", "2", "--backend", "single"], "workers=2 with backend='single'"),
     (["train", "digits", "--eval-every", "often"], "eval_every='often': give"),
-    (["train", "digits", "--checkpoint-every", "often"], "--checkpoint-every often: .* is no schedule"),
+    (["train", "digits", "--checkpoint-every", "often"], "--checkpoint-every often: .* isn't a schedule"),
     (["train", "digits", "--precision", "fp8"], "precision='fp8': give float32"),
     (["train", "digits", "--threads", "0"], "--threads 0: give a whole number >= 1"),
     (["train", "digits", "--prefetch", "0"], 'prefetch=0: give "auto" or a whole number >= 1'),
@@ -162,7 +162,7 @@ BEFORE_TENSORFLOW = [
     (["export", "trained", "model.onnx", "--serving"], "--serving: model.onnx is a file: give a directory"),
     (["export", "trained", "model.NPZ"], "model.NPZ: there is no such format"),
     (["export", "trained", "nowhere/model.npz"], "nowhere/model.npz: there is no directory nowhere: make it first"),
-    (["export", "trained", "mine.py/model"], "mine.py/model: mine.py is no directory: give another name"),
+    (["export", "trained", "mine.py/model"], "mine.py/model: mine.py isn't a directory: give another name"),
     (["export", "trained", "x.keras", "--target", "digist"], "TARGET 'digist': .* did you mean 'digits'"),
     (["evaluate", "trained", "--batch-size", "0"], "batch_size=0: the global batch must hold"),
     (["replay", "nowhere"], "nowhere: no checkpoint there"),
@@ -187,7 +187,7 @@ BEFORE_TENSORFLOW = [
     (["train", ".mine:Mine"], "TARGET '.mine:Mine': give file.py:Class, package.module:Class"),
     (["train", "mine..mine:Mine"], "TARGET 'mine..mine:Mine': give file.py:Class, package.module:Class"),
     (["train", "wrong.py:Mine"], "TARGET 'wrong.py:Mine': wrong.py, line 2: "),
-    (["train", "binary.py:Mine"], "TARGET 'binary.py:Mine': binary.py is no text: give a Python file"),
+    (["train", "binary.py:Mine"], "TARGET 'binary.py:Mine': binary.py isn't text: give a Python file"),
     (
         ["sweep", "digits", "--grid", "hidden=8,16", "--metric", "quality"],
         "--metric quality: the name doesn't say",
@@ -228,13 +228,13 @@ def test_a_deleted_directory_is_named_before_anything_starts_in_it(command, tmp_
     ("arguments", "message"),
     [
         (["mine.py:Mien"], "mine.py has no class 'Mien'; did you mean 'Mine'"),
-        (["mine.py:Other"], "Other is no subclass of loop.TrainTask"),
+        (["mine.py:Other"], "Other isn't a subclass of loop.TrainTask"),
         (["no.such.module:Task"], "there is no module 'no'"),
         (["mine.py:Scalar"], 'compute\\(\\) returned a scalar for "loss": return one value per example'),
         (["mine.py:Mine", "--set", "hiden=3"], "Mine has no field 'hiden'; did you mean 'hidden'"),
-        (["mine.py:Mine", "--set", "hidden=many"], "--set hidden=many: 'many' is no int"),
-        (["mine.py:Mine", "--set", "deep=perhaps"], "'perhaps' is no bool .true or false"),
-        (["mine.py:Mine", "--set", "ratio=x"], "'x' is no float or None"),
+        (["mine.py:Mine", "--set", "hidden=many"], "--set hidden=many: 'many' isn't of type int"),
+        (["mine.py:Mine", "--set", "deep=perhaps"], "'perhaps' isn't of type bool .true or false"),
+        (["mine.py:Mine", "--set", "ratio=x"], "'x' isn't of type float or None"),
         (["mine.py:Mine", "--set", "hidden"], "--set hidden: give key=value"),
         (["mine.py:Mine", "--set", "shape=3"], "can't be typed on a command line"),
         (["mine.py:Mine", "--run-dir", "/proc/x"], "the run directory /proc/x can't be written"),

@@ -226,7 +226,7 @@ def test_mnist_without_a_file_and_a_network_is_one_line(tmp_path, monkeypatch, c
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # where nothing listens
     code, _, said = command("train", "mnist", "--track", "off", "--set", f"file={tmp_path / 'none.npz'}")
-    assert (code, "none.npz is no file of MNIST" in said) == (2, True), said
+    assert (code, "none.npz isn't a file of MNIST" in said) == (2, True), said
     code, _, said = command("train", "mnist", "--track", "off")
     assert code == 2, said
     assert f"MNIST isn't at {tmp_path / 'datasets' / 'mnist.npz'}, and can't be downloaded" in said

@@ -144,7 +144,7 @@ FILES = {
     [
         ("plain.py:Mien", "plain.py has no class 'Mien'; did you mean 'Mine'?"),
         ("plain:Mien", "plain has no class 'Mien'; did you mean 'Mine'?"),
-        ("plain.py:Other", "Other is no subclass of loop.TrainTask"),
+        ("plain.py:Other", "Other isn't a subclass of loop.TrainTask"),
         ("broken.py:Mine", "broken.py, line 2: invalid syntax"),
         ("no_such_module:Mine", "there is no module 'no_such_module' here or on the path"),
         ("plain.py:Mine", ""),

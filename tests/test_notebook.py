@@ -261,7 +261,7 @@ def test_what_a_comparison_shows_is_safe_and_complete(tmp_path, quiet):
         compare(results[0])
     with pytest.raises(UsageError, match="the same run: give it once"):
         compare(results[0], results[0].run_dir)
-    with pytest.raises(UsageError, match="a list is no run"):
+    with pytest.raises(UsageError, match="a list isn't a run"):
         compare(results[0], [results[0]])
     many = cell.comparison(["a", "b"], [[f"m{n}", "1", "2"] for n in range(25)], {}, [])
     assert "and 5 more" in many

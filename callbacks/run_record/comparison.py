@@ -149,7 +149,7 @@ def results(records: Sequence[Record]) -> list[list[str]]:
     """A row for each metric: the best value of each run with its step, the best of all with a star."""
     rows = []
     for name in metrics(records):
-        if name.startswith(STEP):  # means within epochs are no results
+        if name.startswith(STEP):  # means within epochs aren't results
             continue
         top = best_of_all(name, [best_or_last(record, name) for record in records])
         rows.append([name, *(_result(record, name, top) for record in records)])

@@ -67,7 +67,7 @@ _ABOUT = {
 }  # fmt: skip
 """The last word of names such as `token_count`, which hold something about a secret and not the secret."""
 _PLURALS = {"secrets", "cookies", "keys", "tokens", "webhooks"} | {f"{word}s" for word in _PASSWORDS}
-# Common words are no secrets, whatever name they have: hiding them everywhere would make outputs unreadable.
+# Common words aren't secrets, whatever name they have: hiding them everywhere would make outputs unreadable.
 _COMMON = {"default", "disabled", "enabled", "required", "optional", "anonymous", "localhost", "unknown"}
 _NOTHING = {"", "none", "null", "true", "false", HIDDEN}
 
@@ -88,7 +88,7 @@ _HEADER = re.compile(r"(?i)\b((?:proxy-)?authorization['\"]?\s*[:=]\s*['\"]?(?:(
 def is_secret(name: str, number: bool = False) -> bool:
     """Whether a value of this name is a secret; a number is one only where the name means a password.
 
-    Names are read word by word, in snake_case and camelCase alike: `path`, `author`, `max_tokens` are no secrets.
+    Names are read word by word, in snake_case and camelCase alike: `path`, `author`, `max_tokens` aren't secrets.
     """
     words = list(map(str.lower, _WORD.findall(name[:500])))
     # Asked before plurals are removed: a `token` is mostly a secret, `tokens` are mostly parts of a text.

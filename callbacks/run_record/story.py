@@ -55,7 +55,7 @@ class Timeline:
 
     def begin_attempt(self, time: float) -> None:
         """Takes in that another attempt began at `time`."""
-        # Before `now` moves: the pause between two attempts is no time of the run.
+        # Before `now` moves: the pause between two attempts isn't a time of the run.
         self._earlier_attempts = self.seconds
         self._attempt_began = time
         self.now = time
@@ -190,7 +190,7 @@ class Story:
     def pass_time(self, time: float) -> None:
         """Takes in that something happened at `time`."""
         silence = time - self.timeline.now
-        # Before the first line `now` is 0, which is no time.
+        # Before the first line `now` is 0, which isn't a time.
         if self.timeline.now and silence >= self._patience:
             self.fault(f"nothing ended for {silence:.0f} s")
         self.timeline.now = max(self.timeline.now, time)  # a clock may be set back
@@ -208,7 +208,7 @@ class Story:
             return
         if event == "system":  # written by a thread: it says neither that training moves, nor where it is
             return
-        # First, so that the pause before the attempt is no stall.
+        # First, so that the pause before the attempt isn't a stall.
         if event == "restore":
             self._begin_attempt(time)
         self.pass_time(time)

@@ -18,7 +18,7 @@ _PLAIN = re.compile(rb"[ -\[\]-~]*\n?")  # can be printed as it is: no escapes, 
 
 
 def parsed(line: bytes) -> JsonObject:
-    """A line of a journal, whose texts can be printed; {} if it is no JSON object."""
+    """A line of a journal, whose texts can be printed; {} if it isn't a JSON object."""
     # With so few brackets it can't be nested too deeply.
     flat = line.count(b"{") + line.count(b"[") < _DEEPEST
     try:
@@ -62,7 +62,7 @@ def as_text(value: object) -> str:
 
 
 def as_number(value: object, finite: bool = True) -> float | None:
-    """A number as the journal writes it: nan and infinities are texts there. None if it is no number."""
+    """A number as the journal writes it: nan and infinities are texts there. None if it isn't a number."""
     # A bool is an int to Python, but no measurement.
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None

@@ -159,7 +159,7 @@ def dtype_of(name: str) -> np.dtype:
     dtype = np.dtype(name)
     # One spelling for each, and numbers alone: no objects, texts, dates or structures.
     if dtype.name != name or not (dtype.kind in "biufc" or hasattr(ml_dtypes, name)):
-        raise TypeError(f"{name!r:.99} is no type of numbers")
+        raise TypeError(f"{name!r:.99} isn't a type of numbers")
     return dtype
 
 

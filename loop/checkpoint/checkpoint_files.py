@@ -302,7 +302,7 @@ def _check(manifest: Json) -> None:
         raise KeyError(TENSORS)
     for name, expected in manifest["files"].items():
         if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):  # a path would lead out of the checkpoint
-            raise ValueError(f"{name!r:.99} is no name of a file in it")
+            raise ValueError(f"{name!r:.99} isn't a name of a file in it")
         if type(expected["bytes"]) is not int:
             raise TypeError(f"bytes of {name} is {expected['bytes']!r:.99}")
     for entry in manifest["tensors"]:

@@ -72,7 +72,7 @@ def eval_every(text: str | None) -> int | str | dict[str, int | str | None] | No
 
 
 def schedule(text: str | None) -> int | str:
-    """What was typed as `--checkpoint-every`; UsageError if it is no schedule."""
+    """What was typed as `--checkpoint-every`; UsageError if it isn't a schedule."""
     if text is None or text == "auto":
         return "auto"
     every = number_or_word(text)
@@ -85,7 +85,7 @@ def schedule(text: str | None) -> int | str:
 
 
 def check_threads(threads: int | None) -> None:
-    """Refuses what was typed as `--threads`, if it is no number of threads."""
+    """Refuses what was typed as `--threads`, if it isn't a number of threads."""
     if threads is not None and not 1 <= threads <= MOST_WORKERS:
         raise UsageError(f"--threads {threads}: give a whole number >= 1, at most {MOST_WORKERS}")
 
@@ -94,7 +94,7 @@ def evaluates_beside(device: str | None, eval_every: str | None) -> list[Callbac
     """The callback for `--eval-beside`; none if it wasn't typed.
 
     Raises:
-        UsageError: it is no device, or the training is to evaluate, too.
+        UsageError: it isn't a device, or the training is to evaluate, too.
     """
     if device is None:
         return []

@@ -56,7 +56,7 @@ def compare(*results: FitResult | str | Path) -> Comparison:
     for result in results:
         if not isinstance(result, FitResult | str | Path):
             what = type(result).__name__
-            raise UsageError(f"compare(): a {what} is no run: give results of fit, run directories or names")
+            raise UsageError(f"compare(): a {what} isn't a run: give results of fit, run directories or names")
         path = result.run_dir if isinstance(result, FitResult) else result
         names.append(str(path))
     # By name, as on the command line: `several` also refuses a run that is given twice.

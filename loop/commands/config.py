@@ -117,7 +117,7 @@ def _field(path: Path, field: object, value: object) -> str:
 
 
 def _plain(value: object, kinds: tuple[type, ...]) -> bool:
-    """Whether a value is of one of these kinds; a bool is no int, and whole numbers have 64 bits."""
+    """Whether a value is of one of these kinds; a bool isn't an int, and whole numbers have 64 bits."""
     return type(value) in kinds and not (isinstance(value, int) and not -(2**63) <= value < 2**63)
 
 
@@ -142,12 +142,12 @@ def _text(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
-            raise UsageError(f"--config {path}: it has more than {MOST_BYTES:,} bytes: that is no file of options")
+            raise UsageError(f"--config {path}: it has more than {MOST_BYTES:,} bytes: that isn't a file of options")
         return content.decode("utf-8-sig")  # editors on Windows put a mark in front
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}{near_file(path)}") from None
     except UnicodeDecodeError as error:
-        raise UsageError(f"--config {path}: it is no text in UTF-8 ({error.reason} at byte {error.start})") from None
+        raise UsageError(f"--config {path}: it isn't text in UTF-8 ({error.reason} at byte {error.start})") from None
 
 
 def _why(error: Exception, text: str) -> str:

@@ -78,7 +78,7 @@ def _compute(task: TrainTask, options: Options, precision: str) -> list[str]:
     batch = session.data.train.head(EXAMPLES)
     if built.fixed_rows is not None:
         return []  # the model doesn't take an example by itself
-    # As in training: an example draws the same numbers in any batch, so that dropout is no mistake.
+    # As in training: an example draws the same numbers in any batch, so that dropout isn't a mistake.
     row_random.reseed(built.model)
     row_random.by_row()
     with keras_precision(precision):
@@ -290,7 +290,7 @@ class _Probe:
         return of_all[:1].shape != of_first.shape or self.differ(of_all[:1], of_first)
 
     def output(self, layer_call: _LayerCall, inputs: Structure, batch: Batch) -> np.ndarray | None:
-        """Calls a layer once more; returns its first output, or None if that is no tensor with rows.
+        """Calls a layer once more; returns its first output, or None if that isn't a tensor with rows.
 
         `inputs` are its arguments in place of those of the call, positional and named ones, computed from the rows of
         `batch`.

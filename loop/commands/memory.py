@@ -101,7 +101,7 @@ def parse_size(text: str) -> float:
     """The bytes of a size that was typed as `--memory`.
 
     Raises:
-        UsageError: it is no size.
+        UsageError: it isn't a size.
     """
     bytes_ = size_in_bytes(text)
     if bytes_ is None:

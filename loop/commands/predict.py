@@ -205,7 +205,7 @@ def _function(session: Session, data: Any) -> Callable[[Any, Any], Any]:
         return own
     if is_own(data):
         return lambda model, batch: plain_outputs(own(model, batch))
-    # Inputs alone are no batch of the task: the model is called as `compute` calls it with the task's own data.
+    # Inputs alone aren't a batch of the task: the model is called as `compute` calls it with the task's own data.
     served = served_by(task, session.built, session.data.eval or session.data.train)
     return lambda model, batch: served.call(_named(served, batch))
 

@@ -52,7 +52,7 @@ def check_out(out: Path) -> None:
 
 
 def is_set(data: str) -> bool:
-    """Whether data may be the name of one of several evaluation sets, and is no file."""
+    """Whether data may be the name of one of several evaluation sets, and isn't a file."""
     return data not in OWN_DATA and re.fullmatch(r"[\w-]+", data) is not None and not Path(data).exists()
 
 

@@ -193,7 +193,7 @@ def _bytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def _check_same(specs: Specs, others: Specs) -> None:
-    """Refuses blocks whose arrays have rows of different shapes, which are no array together."""
+    """Refuses blocks whose arrays have rows of different shapes, which can't be one array together."""
     for name, (_, shape) in specs.items():
         other = others.get(name, ("", None))[1]
         if shape != other:

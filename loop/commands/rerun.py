@@ -102,7 +102,7 @@ def left_out(first: Path, second: Path) -> Iterator[str]:
     there = _callbacks(read_json(second / "run.json"))
     for key, text in _callbacks(read_json(first / "run.json")).items():
         if not text and key not in there:
-            yield f"the first training also had the callback {printable(key)}, which is no part of the task"
+            yield f"the first training also had the callback {printable(key)}, which isn't part of the task"
 
 
 def _callbacks(about: Mapping[str, object]) -> dict[str, str]:
@@ -124,7 +124,7 @@ def _typed_fields(record: Record, changed: object) -> Iterator[str]:
         if isinstance(changed, list) and name not in changed and isinstance(value, list | dict | None):
             continue
         text = typed_field(value)
-        if HIDDEN in text:  # the mask that stands in the place of a secret is no value
+        if HIDDEN in text:  # the mask that stands in the place of a secret isn't a value
             tell(f"note: {name}: a run does not record secrets, so the task's default is taken")
         else:
             yield f"--set={name}={text}"

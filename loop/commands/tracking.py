@@ -83,14 +83,14 @@ def deliver(run_dir: Path, track: str | None, trusted: bool = False) -> None:
     directory is trusted, the one that it names itself, without asking who wrote it.
 
     Raises:
-        UsageError: it is no run, or under way, or there is no such store.
-        UnsafeFileError: its mlflow.json is no file.
+        UsageError: it isn't a run, or under way, or there is no such store.
+        UnsafeFileError: its mlflow.json isn't a file.
         TrainingError: the store did not take everything.
     """
     if tracker(track) is None:
         raise UsageError("--track off: there is nothing to deliver to: leave it out, or give a URI")
     if not _is_deliverable(run_dir):
-        raise UsageError(f"{run_dir} is no run directory: it must have run.json and {journal.NAME}")
+        raise UsageError(f"{run_dir} isn't a run directory: it must have run.json and {journal.NAME}")
     store = _deliver_rest(run_dir, track, trusted)
     # The trials of a sweep go where it has gone: their own directories aren't asked.
     if "sweep" in read_json(run_dir / "run.json"):
@@ -115,7 +115,7 @@ def _deliver_rest(run_dir: Path, track: str | None, trusted: bool) -> str:
     rest = delivery.Delivery(run_dir.resolve(), store)
     with _sole_deliverer(run_dir):
         tell(f"asking MLflow at {redact(store)} what it has")
-        for is_last in (False, True):  # a connection that was closed while idle is no reason to fail
+        for is_last in (False, True):  # a connection that was closed while idle isn't a reason to fail
             try:
                 _send(rest)
                 break

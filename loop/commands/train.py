@@ -191,7 +191,7 @@ def _check_said_once(typed: SimpleNamespace, made: Sequence[callbacks.Callback])
 
 
 def _check_resume(typed: SimpleNamespace) -> None:
-    """Refuses a `--resume` that is no run, where that can be told before workers start."""
+    """Refuses a `--resume` that isn't a run, where that can be told before workers start."""
     if address.is_url(typed.resume):
         address.read_url(typed.resume)
         return
@@ -330,6 +330,6 @@ def _work(
         code = PREEMPTED if fields["status"] == "preempted" or is_undelivered else 0
         report(code, None, fields)
     if JOB in os.environ:
-        # A saved run is no failure for which the others are to be ended: its code is in the report.
+        # A saved run isn't a failure for which the others are to be ended: its code is in the report.
         return 0, "", None
     return code, "", fields if backend.is_chief else None

@@ -250,7 +250,7 @@ class _Tuner:
 
 
 def _settings(about: JsonObject) -> dict[str, object]:
-    """The settings of the run without changes, by the names of options. Threads are no option of `fit`."""
+    """The settings of the run without changes, by the names of options. Threads aren't an option of `fit`."""
     settings = {}
     for name in TUNED:
         if name != "threads":

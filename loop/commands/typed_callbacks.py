@@ -93,7 +93,7 @@ def make(texts: Sequence[str]) -> list[callbacks.Callback]:
     """Makes the callbacks that were typed.
 
     Raises:
-        UsageError: there is no such callback, or an argument is no literal or not one that it takes.
+        UsageError: there is no such callback, or an argument isn't a literal or not one that it takes.
     """
     made = []
     for text in texts:
@@ -115,7 +115,7 @@ def _made_by_command(text: str) -> callbacks.Callback:
     # Checked before it is called: a text that was typed may name any function.
     if not isinstance(kind, type) or not issubclass(kind, callbacks.Callback):
         raise UsageError(
-            f"--callback {text}: {name} is no callback: the form with @ is for commands that start a training; type "
+            f"--callback {text}: {name} isn't a callback: the form with @ is for commands that start a training; type "
             "a name, as TensorBoard, or Class(argument=value)"
         )
     make: Callable[..., callbacks.Callback] = kind
@@ -172,7 +172,7 @@ def _parsed(text: str) -> tuple[str, list[object], dict[str, object]]:
     if isinstance(node, ast.Name):  # a name alone is a call without arguments
         return node.id, [], {}
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        raise UsageError(f"{shown}: it is no callback: {usage}")
+        raise UsageError(f"{shown}: it isn't a callback: {usage}")
 
     positional = [_literal(argument, text) for argument in node.args]
     named: dict[str, object] = {}
@@ -190,6 +190,6 @@ def _literal(node: ast.expr, text: str) -> object:
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         argument = f"{ast.get_source_segment(text, node)}"
         raise UsageError(
-            f"--callback {text:.100}: {argument:.60} is no literal: give numbers, texts in quotes, True, False, None, "
-            "or lists and tuples of these"
+            f"--callback {text:.100}: {argument:.60} isn't a literal: give numbers, texts in quotes, True, False, "
+            "None, or lists and tuples of these"
         ) from None

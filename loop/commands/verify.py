@@ -150,7 +150,7 @@ def _reference(task: TrainTask, options: Options) -> Arrays | str:
         cause = error.__cause__ if isinstance(error, UsageError) else error
         if options["precision"] == "float32" or cause is None:
             raise
-        # That a task is bound to float32, such as a tf.Module of float32 tensors, is no mistake.
+        # That a task is bound to float32, such as a tf.Module of float32 tensors, isn't a mistake.
         return _why_not(task, cause)
 
 
@@ -202,7 +202,7 @@ def record(task: TrainTask, backend: Backend, options: Options) -> Arrays:
     model = session.built.model
     kinds = dict.fromkeys(map(id, statistics(model)), "statistics")
     kinds |= dict.fromkeys(map(id, as_tf(trainable_variables(model))), "weights")
-    # Other variables of the model, such as the seeds of layers, are no result that replicas must share.
+    # Other variables of the model, such as the seeds of layers, aren't a result that replicas must share.
     for name, variable in named_variables_of(session.built).items():
         if name.startswith("model/") and id(variable) in kinds:
             kind = kinds[id(variable)]

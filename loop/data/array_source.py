@@ -232,6 +232,6 @@ def constant(array: np.ndarray) -> tf.Tensor:
         return tf.constant(array) if tensor is None else tensor
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"ArrayData: an array of dtype {array.dtype}, shape {list(array.shape)}, is no tensor ({error}): give "
+            f"ArrayData: an array of dtype {array.dtype}, shape {list(array.shape)}, isn't a tensor ({error}): give "
             "numbers or text, all examples of one shape"
         ) from None

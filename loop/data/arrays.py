@@ -127,7 +127,7 @@ def _refuse_tuple_of_arrays(given: Given) -> None:
 
 
 def _rows_of_each(given: Given) -> int | None:
-    """How many rows each of several arrays in a list or tuple has; None: they differ, or some are no arrays."""
+    """How many rows each of several arrays in a list or tuple has; None: they differ, or some aren't arrays."""
     if not isinstance(given, list | tuple) or len(given) < 2:
         return None
     rows = set()

@@ -57,7 +57,7 @@ class ParquetRows(Table):
     Arrow file is found in the cache, or made.
 
     Raises:
-        UsageError: it is no Parquet file; or the cache can't be written.
+        UsageError: it isn't a Parquet file; or the cache can't be written.
     """
 
     def __init__(self, path: Path, arrow_file: Path | None = None) -> None:

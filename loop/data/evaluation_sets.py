@@ -13,7 +13,7 @@ from loop.task import TrainTask
 
 
 def named(made: Any) -> dict[str, Any]:
-    """The evaluation sets by name, of what `eval_data` returned. A single set has the name ""; None is no set.
+    """The evaluation sets by name, of what `eval_data` returned. A single set has the name ""; None isn't a set.
 
     Raises:
         UsageError: a name that can't be part of a metric's.

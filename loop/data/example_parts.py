@@ -10,7 +10,7 @@ import numpy as np
 from loop.errors import UsageError
 
 Part: TypeAlias = Any
-"""A part of an example that is no dict or tuple: an array, or what NumPy can make one of."""
+"""A part of an example that isn't a dict or tuple: an array, or what NumPy can make one of."""
 Example: TypeAlias = Any
 """An example: a part, or dicts and tuples of parts."""
 Columns: TypeAlias = Any

@@ -213,7 +213,7 @@ def specs_of(example: Example, index: int) -> list[ArraySpec]:
     """What the arrays of all examples are like, according to one of them.
 
     Raises:
-        UsageError: it has a part that is no array of numbers or text.
+        UsageError: it has a part that isn't an array of numbers or text.
     """
     specs = []
     for path, part in flatten(example):
@@ -241,7 +241,7 @@ def array_of(part: Part, name: str | int, index: int) -> np.ndarray:
     """A part of an example as an array.
 
     Raises:
-        BadExampleError: it is no array of numbers or text.
+        BadExampleError: it isn't an array of numbers or text.
     """
     label = f"array {name!r}: "
     if part is None:
@@ -250,7 +250,7 @@ def array_of(part: Part, name: str | int, index: int) -> np.ndarray:
     try:
         array = as_array(part)
     except ValueError as error:
-        raise BadExampleError(f"example {index}: {label}it is no array ({error})") from None
+        raise BadExampleError(f"example {index}: {label}it isn't an array ({error})") from None
     kind = array.dtype.kind
     # An array of objects may hold anything: each of its values must be looked at.
     is_text = kind in "SUO" and all(isinstance(value, str | bytes) for value in array.reshape(-1).tolist())
@@ -259,7 +259,7 @@ def array_of(part: Part, name: str | int, index: int) -> np.ndarray:
         raise BadExampleError(f"example {index}: {label}dtype {array.dtype}, which no tensor has: convert it in map")
     if kind in "biufcV" or is_text:
         return array
-    raise BadExampleError(f"example {index}: {label}{type(part).__name__} is no array of numbers or text")
+    raise BadExampleError(f"example {index}: {label}{type(part).__name__} isn't an array of numbers or text")
 
 
 def as_array(part: Part) -> np.ndarray:

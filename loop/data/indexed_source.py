@@ -206,7 +206,7 @@ def _first_example(data: IndexedData, seed: int) -> tuple[int, Example, np.ndarr
         try:
             [first] = data.reader.read(np.array([index]), own_seeds)
             if not isinstance(first, Exception):
-                specs_of(first, index)  # which refuses what is no array, such as a null of a table
+                specs_of(first, index)  # which refuses what isn't an array, such as a null of a table
                 if data.padding is None or not _has_empty_list(first):
                     return index, first, own_seeds
                 vague.append((index, first, own_seeds))

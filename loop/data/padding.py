@@ -104,8 +104,8 @@ class Padding:
             # Also refused if an integer type changes it, such as 0.5 or 300 in 8 bits; floats may round.
             if dtype.kind not in "iub" or value == given:
                 return value[()]
-        kind = "text" if is_text else f"value of dtype {dtype}"
-        raise UsageError(f"Padding(values={self.values!r}): {given!r} is no {kind}, of array {name!r}: give one")
+        kind = "text" if is_text else f"a value of dtype {dtype}"
+        raise UsageError(f"Padding(values={self.values!r}): {given!r} isn't {kind}, of array {name!r}: give one")
 
     def length(self, lengths: tf.Tensor) -> tf.Tensor:
         """The padded lengths of a batch: at least one, so that no layer meets an empty axis; int64 [axes].

@@ -19,7 +19,7 @@ from loop.task import Dataset
 
 
 def part(data: Dataset, examples: int) -> Dataset:
-    """The first examples of what a task returned, of the same type. What is no data stays as it is."""
+    """The first examples of what a task returned, of the same type. What isn't data stays as it is."""
     if isinstance(data, ArrayData | IndexedData):
         return data.head(examples)
     if isinstance(data, StreamData):
@@ -28,7 +28,7 @@ def part(data: Dataset, examples: int) -> Dataset:
 
 
 def in_float64(data: Dataset) -> Dataset:
-    """What a task returned, with floating-point numbers of 64 bits. What is no data stays as it is."""
+    """What a task returned, with floating-point numbers of 64 bits. What isn't data stays as it is."""
     if isinstance(data, ArrayData | IndexedData):
         return data.in_float64()
     if isinstance(data, StreamData):

@@ -112,7 +112,9 @@ class ArrayRows:
         if not array.ndim:
             raise UsageError("IndexedData: a scalar has no examples: give an array of shape [n, ...]")
         if array.dtype == object:
-            raise UsageError("IndexedData: an array of objects is no array of numbers or text: give a list of examples")
+            raise UsageError(
+                "IndexedData: an array of objects isn't an array of numbers or text: give a list of examples"
+            )
         refuse_masked(array, "IndexedData: ")
         self._array = array  # kept beside the view: a memory map's own attributes say where it is in its file
         self._rows = array.view(np.ndarray)  # whose rows are plain arrays: a memory map's take longer to make

@@ -80,7 +80,7 @@ def is_list_of_examples(given: Given) -> bool:
     """Whether examples are given one by one, rather than as one array."""
     if isinstance(given, tf.RaggedTensor | list | tuple):
         return True
-    # An array of objects may also hold texts, or other things that are no examples with an axis.
+    # An array of objects may also hold texts, or other things that aren't examples with an axis.
     of_objects = isinstance(given, np.ndarray) and given.dtype == object and given.ndim == 1
     return of_objects and isinstance(next(iter(given), None), np.ndarray | list | tuple)
 

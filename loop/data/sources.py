@@ -85,7 +85,7 @@ def open_data(task: TrainTask, options: Options, change: Change = unchanged) -> 
     """Opens what a task returns as its data, changed, in the order that the options say; not yet shared out.
 
     Raises:
-        UsageError: something that is no data; no examples, or none left by `drop_remainder`; an endless stream and no
+        UsageError: something that isn't data; no examples, or none left by `drop_remainder`; an endless stream and no
             number of steps, or an endless one for evaluation.
     """
     # The fields of `BatchOptions` have the names of the options of `fit`.

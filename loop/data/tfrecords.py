@@ -260,7 +260,7 @@ def _check_first(path: Path) -> None:
                 f"{path} is compressed, so that no record can be read by itself: write it without compression, as "
                 "tf.io.TFRecordWriter(path) does, or read it as a stream, with tf.data.TFRecordDataset"
             ) from None
-        raise UsageError(f"{path} is no TFRecord file, or its first record is damaged ({_message(error)})") from None
+        raise UsageError(f"{path} isn't a TFRecord file, or its first record is damaged ({_message(error)})") from None
 
 
 def _message(error: Exception) -> str:

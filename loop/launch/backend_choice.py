@@ -111,7 +111,7 @@ def choose_for_command(backend: str, workers: int | None, asynchronous: bool = F
     Raises:
         UsageError: what contradicts what.
     """
-    with_defaults(None, {"backend": backend})  # refuses a name that is no backend's
+    with_defaults(None, {"backend": backend})  # refuses a name that isn't a backend's
     if backend == "parameter_server" and not asynchronous:
         raise UsageError(f"backend={backend!r} is for `tfloop train` alone: give another --backend, or leave it out")
     _check_workers(workers)

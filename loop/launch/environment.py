@@ -37,7 +37,7 @@ _OF_LAUNCHERS = (
 def forget_inherited_job() -> None:
     """Removes a job's variables from the environment of a command that one of its workers has started.
 
-    The command is no worker: with these variables, it would take the place of the one that a callback started it from.
+    The command isn't a worker: with these variables, it would take the place of the worker that has started it.
     """
     if os.environ.get(OWNER, "") in ("", str(os.getpid())):
         return
@@ -95,8 +95,8 @@ def _rank_and_size() -> tuple[int, int | None]:
         # An elastic worker without a place yet has its name as its rank, which may be any number.
         if not numbers or (int(rank) >= int(size) and WORKER not in os.environ):
             raise UsageError(
-                f"HOROVOD_RANK={rank} with HOROVOD_SIZE={size or '(not set)'} is no place in a job: Horovod's launcher "
-                "sets both; unset them where it isn't meant"
+                f"HOROVOD_RANK={rank} with HOROVOD_SIZE={size or '(not set)'} isn't a place in a job: Horovod's "
+                "launcher sets both; unset them where it isn't meant"
             )
         return int(rank), int(size)
     if "TF_CONFIG" in os.environ:
@@ -115,7 +115,7 @@ def horovod_meets_at() -> tuple[str, int] | None:
     port = os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
     if not re.fullmatch(r"\d{1,5}", port, re.ASCII) or not 0 < int(port) < 65536:
         raise UsageError(
-            f"HOROVOD_GLOO_RENDEZVOUS_PORT={port} is no port (1 to 65535): Horovod's workers meet there. "
+            f"HOROVOD_GLOO_RENDEZVOUS_PORT={port} isn't a port (1 to 65535): Horovod's workers meet there. "
             "Horovod's launcher sets it; outside of a job of Horovod, unset all variables that begin with HOROVOD_"
         )
     return os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(port)
@@ -191,7 +191,7 @@ def _addresses(cluster: Mapping[str, Sequence[str]]) -> dict[str, str]:
 
 
 def _check_addresses(addresses: Mapping[str, str]) -> None:
-    """Refuses a text that is no address, and an address that two tasks have."""
+    """Refuses a text that isn't an address, and an address that two tasks have."""
     for name, address in addresses.items():
         if not _is_address(str(address)):
             raise UsageError(
@@ -224,19 +224,19 @@ def _index(value: object) -> int:
         return value
     if isinstance(value, str) and re.fullmatch(r"\d{1,9}", value, re.ASCII):
         return int(value)
-    raise ValueError(f"the index {json.dumps(value)} of the task is no whole number")
+    raise ValueError(f"the index {json.dumps(value)} of the task isn't a whole number")
 
 
 def tpu_name(environment: Mapping[str, str] | None = None) -> str:
     """The TPU that `TPU_NAME` names: one of a Google Cloud project, an address, or `local` for this virtual machine.
 
     Raises:
-        UsageError: there is no such variable, or its value is no name.
+        UsageError: there is no such variable, or its value isn't a name.
     """
     name = (os.environ if environment is None else environment).get("TPU_NAME")
     form = "give --tpu NAME (a TPU of your Google Cloud project), grpc://host:8470, or `local` on a TPU virtual machine"
     if name is None:
         raise UsageError(f"backend='tpu': which one? {form}; or set TPU_NAME")
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?|grpc://[^\s/]+:\d{1,5}", name):
-        raise UsageError(f"TPU_NAME={name!r} is no TPU's name: {form}")
+        raise UsageError(f"TPU_NAME={name!r} isn't a TPU's name: {form}")
     return name

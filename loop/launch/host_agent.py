@@ -222,7 +222,7 @@ def digest(name: str) -> str | None:
 
 
 def source_of(name: str) -> Path | None:
-    """The file of a target, found without importing anything. A name that is no target is the path of a file."""
+    """The file of a target, found without importing anything. A name that isn't a target is the path of a file."""
     if name in task_loader.SHIPPED:
         return task_loader.shipped_path(name)
     place, colon, _ = name.rpartition(":")
@@ -265,8 +265,8 @@ def meeting_place(interface: str | None, reached: str | None = None) -> tuple[st
 
 
 def resolve(name: str) -> str | None:
-    """The address of this machine that a name resolves to, as Gloo finds it; None if it is no name of this machine."""
-    # The name can't be resolved. A UnicodeError: it is no host name, such as one with two dots side by side.
+    """The address of this machine that a name resolves to, as Gloo finds it; None: the name isn't this machine's."""
+    # The name can't be resolved. A UnicodeError: it isn't a host name, such as one with two dots side by side.
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, protocol, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:

@@ -67,7 +67,7 @@ def device_names(names: Sequence[str]) -> list[str]:
     for name in names:
         short = name.strip().lower().removeprefix("/").removeprefix("device:")
         if not re.fullmatch(r"(cpu|gpu):\d+", short):
-            raise UsageError(f"devices: {name!r} is no device: give names such as cpu:0 or gpu:1")
+            raise UsageError(f"devices: {name!r} isn't a device: give names such as cpu:0 or gpu:1")
         if short in short_names:
             raise UsageError(f"devices: {short} comes twice: each makes one replica")
         short_names.append(short)
@@ -162,7 +162,7 @@ def port_is_free(host: str, port: int) -> bool:
         try:
             probe.bind((host, port))
         except (OSError, UnicodeError) as error:
-            # EACCES: ports below 1024 need a privilege. A UnicodeError has no `errno`: the host is no host name.
+            # EACCES: ports below 1024 need a privilege. A UnicodeError has no `errno`: the host isn't a host name.
             if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES):
                 return False
             raise UsageError(f"--host {host}: this machine has no such address ({error})") from None

@@ -37,7 +37,7 @@ def load(name: str) -> BackendClass:
     """The backend class of a plug-in.
 
     Raises:
-        UsageError: it can't be loaded, or is no backend of this name.
+        UsageError: it can't be loaded, or isn't a backend of this name.
     """
     try:
         made: BackendClass = entry_points()[name].load()
@@ -46,7 +46,7 @@ def load(name: str) -> BackendClass:
     # Compared by name, because importing the class here would load TensorFlow.
     bases = made.__mro__ if isinstance(made, type) else ()
     if INTERFACE not in [f"{base.__module__}.{base.__qualname__}" for base in bases]:
-        raise _broken(name, f"it is no subclass of {INTERFACE}")
+        raise _broken(name, f"it isn't a subclass of {INTERFACE}")
     if name in BACKENDS or made.name != name:
         raise _broken(name, f"its class has the name {made.name!r}: both must be the same, and none of tfloop's own")
     return made

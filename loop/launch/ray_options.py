@@ -128,7 +128,7 @@ def check_address(address: str) -> None:
         )
     try:
         socket.create_connection((parts[1].strip("[]"), int(parts[2])), timeout=5.0).close()
-    except (OSError, OverflowError, UnicodeError) as error:  # a UnicodeError: the host is no host name
+    except (OSError, OverflowError, UnicodeError) as error:  # a UnicodeError: the host isn't a host name
         raise UsageError(
             f"--address {address}: no Ray cluster there ({error}): start one with `ray start`, which prints its address"
         ) from None

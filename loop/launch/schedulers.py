@@ -24,7 +24,7 @@ _BLOCKS = 88
 def join(backend: str) -> None:
     """Sets the variables that tell this process its place in the job, unless they are set already.
 
-    A script that a worker has started is no worker: the variables that it has inherited are removed.
+    A script that a worker has started isn't a worker: the variables that it has inherited are removed.
 
     Raises:
         UsageError: see `place`.

@@ -27,7 +27,7 @@ STOPPING = "interrupted: the run saves and ends; a second Ctrl-C (or signal) end
 """The message that is printed at once when a signal stops a run."""
 _IN_USE = ".tfloop"
 """The end of the names of directories that the processes which use them hold a lock on."""
-_START = 3600.0  # seconds after which a directory without a lock is no new one
+_START = 3600.0  # seconds after which a directory without a lock isn't a new one
 _SAME = 0.3  # seconds within which a signal that comes twice counts once: `timeout` sends it to a process and its group
 _directories: set[str] = set()  # those of `temporary_directory` that exist
 _groups: set[int] = set()  # the process groups of `ended_with_us`, by their leaders

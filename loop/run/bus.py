@@ -105,7 +105,7 @@ class Bus:
     called, since they may hold collectives; those of the chief alone are not.
 
     Raises:
-        UsageError: an object is no callback, or has a wrong `runs_on`; or two share a key.
+        UsageError: an object isn't a callback, or has a wrong `runs_on`; or two share a key.
     """
 
     def __init__(self, callbacks: list[Callback], run: Run) -> None:

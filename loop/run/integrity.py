@@ -107,7 +107,7 @@ def _absence(checkpoints: Path) -> str:
         return f"{checkpoints} holds none"
     if checkpoints.is_symlink():
         return f"{checkpoints} is a link to {checkpoints.readlink()}, which isn't there (a disk that isn't mounted?)"
-    return f"{checkpoints} is no directory" if os.path.lexists(checkpoints) else f"{checkpoints} is gone"
+    return f"{checkpoints} isn't a directory" if os.path.lexists(checkpoints) else f"{checkpoints} is gone"
 
 
 def put_aside(directory: Path) -> None:

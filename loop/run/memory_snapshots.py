@@ -58,5 +58,5 @@ class MemorySnapshots:
             now = time.monotonic()
             size = sum(array.nbytes for array in arrays(tensors).values())
             self._taken += 1
-            if self._taken > 1:  # the first one is no measure: it is traced
+            if self._taken > 1:  # the first one isn't a measure: it is traced
                 self._due_at = now + (now - begun + size / COPIED_PER_SECOND) / COST

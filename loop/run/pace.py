@@ -24,7 +24,7 @@ class Pace:
         self.calls = 0
 
     def record(self, steps: int, seconds: float) -> None:
-        """Takes in how long a call took. The first one is no measure: it is traced and compiled."""
+        """Takes in how long a call took. The first one isn't a measure: it is traced and compiled."""
         self.calls += 1
         if not self._auto or self.calls == 1 or not steps:
             return

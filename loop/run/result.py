@@ -125,12 +125,12 @@ def _evaluated_best(run: Run) -> history.Row:
 
 
 def check_is_path(path: object, call: str, others: str = "") -> None:
-    """Refuses what is no path of a run, such as the result of `fit` itself, that was given to the function `call`.
+    """Refuses what isn't a path of a run, such as the result of `fit` itself, that was given to the function `call`.
 
     `others` is what else that function takes.
 
     Raises:
-        UsageError: it is no path.
+        UsageError: it isn't a path.
     """
     if not isinstance(path, str | Path):
         raise UsageError(
@@ -165,7 +165,7 @@ def result(run: Run) -> FitResult:
                 metrics = dict(row)
                 break
         metrics |= run.run_status.best_metrics
-    # These are no metrics: the result has fields of its own for the position.
+    # These aren't metrics: the result has fields of its own for the position.
     for name in COUNTERS:
         metrics.pop(name, None)
     return FitResult(

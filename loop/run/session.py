@@ -218,5 +218,5 @@ def enter(task: TrainTask, options: Options, index: int) -> Options:
 def index_of(manifest: Json, task: TrainTask) -> int:
     """The index of the phase in which a checkpoint was taken, by its manifest."""
     # The task may have fewer phases than it had. Then `_compare` in `run_directory` refuses it, and says why.
-    index = operator.index(manifest.get("phase", {}).get("index", 0))  # which refuses what is no integer
+    index = operator.index(manifest.get("phase", {}).get("index", 0))  # which refuses what isn't an integer
     return max(0, min(index, len(phases_of(task)) - 1))

@@ -270,7 +270,7 @@ def json_state(key: str, callback: Callback) -> Json:
     """The state of a callback.
 
     Raises:
-        TypeError: it is no JSON; the message names the callback.
+        TypeError: it isn't JSON; the message names the callback.
     """
     state: Json = encoded(callback.state_dict())
     try:

@@ -163,7 +163,7 @@ def _typed_fields(task: TrainTask) -> list[str]:
 
 
 def _check_attributes(task: TrainTask, changed: Json) -> None:
-    """Refuses a number or text that was set on the task and is no field: other processes make a task of its fields.
+    """Refuses a number or text that was set on the task and isn't a field: other processes make a task of its fields.
 
     Anything else, such as data or a model, is what methods of the task have kept there.
 
@@ -179,7 +179,7 @@ def _check_attributes(task: TrainTask, changed: Json) -> None:
         is_plain = isinstance(value, str | int | float) and not name.startswith("_")
         if is_plain and name not in changed and not _equal(getattr(new, name, value), value):
             raise UsageError(
-                f"fit(workers=...): {name} of this {kind} was set, but it is no field, and other processes make a "
+                f"fit(workers=...): {name} of this {kind} was set, but it isn't a field, and other processes make a "
                 f"{kind} of its fields alone: make {kind} a @dataclass with the field {name}"
             )
 

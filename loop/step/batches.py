@@ -70,7 +70,7 @@ class Batches:
             return self._each_from_host(self._source, more, make, step, following, state)
 
         def body(step: tf.Tensor, following: Following, state: State) -> tuple[tf.Tensor, Following, State]:
-            # Arrays: this batch is there already, and the next one is read now. One too many at the end is no loss.
+            # Arrays: this batch is there already, and the next one is read now. One too many at the end does no harm.
             if isinstance(self._source, ArraySource):
                 read = following
                 following = self._source.read_batch(self._iterator, self._epoch, step + 1, self._parts)

@@ -15,7 +15,7 @@ class LoopState(NamedTuple):
     Attributes:
         step: the step after the last one, within the epoch; int64 []. The last one counts even if it changed nothing.
         going: whether the call goes on; bool [].
-        ended: whether the last step found the data at its end; bool []. (): it can't, for the data is no stream.
+        ended: whether the last step found the data at its end; bool []. (): it can't, for the data isn't a stream.
         totals: the totals of the steps that were made, without states; float64 [n].
         states: the states of metrics in each replica; float64 [m]. (): no metric has a state.
         finite: which numbers were finite in the last step; bool, in the order of `StepContext.checked`.

@@ -191,7 +191,7 @@ def checked_metrics(metrics: object) -> dict[str, keras.metrics.Metric]:
     """The metrics that a task has built, checked.
 
     Raises:
-        UsageError: an object is no Keras 3 metric, or has a name that is taken.
+        UsageError: an object isn't Keras 3 metric, or has a name that is taken.
     """
     if not isinstance(metrics, Mapping):
         raise UsageError(f"build_metrics() returned {type(metrics).__name__}: return a dict of keras.metrics by name")
@@ -210,7 +210,7 @@ def try_metrics(metrics: Mapping[str, keras.metrics.Metric], values: Mapping[str
     """Has metrics make their variables, on the values of a few examples; and checks that their states are sums.
 
     Raises:
-        UsageError: a state is no sum that starts from 0, or no sum over the examples.
+        UsageError: a state isn't a sum that starts from 0, or isn't one over the examples.
     """
     for name, metric in metrics.items():
         # A metric whose value this `compute` doesn't return can't be updated; its other properties are checked.
@@ -218,7 +218,7 @@ def try_metrics(metrics: Mapping[str, keras.metrics.Metric], values: Mapping[str
         for variable, is_doubled in zip(metric.variables, doubled, strict=True):
             if variable.aggregation != "sum" or not is_doubled or np.any(variable.value.numpy()):
                 raise UsageError(
-                    f"build_metrics(): the state {variable.name!r} of {name!r} is no sum that starts from 0 "
+                    f"build_metrics(): the state {variable.name!r} of {name!r} isn't a sum that starts from 0 "
                     f"(aggregation {variable.aggregation!r}): parts of it that replicas gather can't be put together. "
                     "Keep sums in it, and make the result of them in result()"
                 )

@@ -24,7 +24,7 @@ def assign_optimizers(task: TrainTask, model: Model, optimizer: Optimizer) -> As
         optimizer: what `build_optimizer` returned: an optimizer, or a dict of them.
 
     Raises:
-        UsageError: an object is no optimizer; or a variable has no optimizer, or two.
+        UsageError: an object isn't an optimizer; or a variable has no optimizer, or two.
     """
     if not isinstance(optimizer, Mapping):
         _check_optimizer(optimizer, model, "")
@@ -122,7 +122,7 @@ def _owners(task: TrainTask, model: Model, names: list[str]) -> list[str]:
 
 
 def _check_optimizer(optimizer: Optimizer, model: Model, which: str) -> None:
-    """Refuses an object that is no Keras optimizer, and one that would scale or average on one replica alone."""
+    """Refuses an object that isn't a Keras optimizer, and one that would scale or average on one replica alone."""
     if isinstance(optimizer, type):
         name = optimizer.__name__
         raise UsageError(f"build_optimizer() returned the class {name}{which}: return an object of it, as {name}(...)")

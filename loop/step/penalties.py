@@ -94,10 +94,11 @@ class PenaltyTrial:
             layer = self._not_by_rows(compute, trial)
             if layer is not None:
                 warnings.warn(
-                    f"{layer} adds a loss that is no mean over the rows of a batch, such as a mean over the positions "
-                    f"that a mask leaves, but of {trial.replicas} replica(s) with accumulate={trial.parts} each knows "
-                    "its own rows alone: the numbers depend on both. On several replicas, take the rows of all from "
-                    "loop.all_gather(...) in the layer; or add a value of each example to the loss of compute()",
+                    f"{layer} adds a loss that isn't a mean over the rows of a batch, such as a mean over the "
+                    f"positions that a mask leaves, but of {trial.replicas} replica(s) with accumulate={trial.parts} "
+                    "each knows its own rows alone: the numbers depend on both. On several replicas, take the rows of "
+                    "all from loop.all_gather(...) in the layer; or add a value of each example to the loss of "
+                    "compute()",
                     stacklevel=2,
                 )
         if trial.parts > 1 and is_uneven(self._values):

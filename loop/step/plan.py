@@ -150,7 +150,7 @@ def check_plan(built: BuiltModel, backend: Backend, data: Data, options: Options
 
 
 def _check_replacing(built: BuiltModel, backend: Backend, options: Options) -> None:
-    """Refuses what would change gradients that are no gradients, but the new values of their variables (float8)."""
+    """Refuses what would change gradients that aren't gradients, but the new values of their variables (float8)."""
     variables = trainable_variables(built.model)
     replaced = [variable for variable in variables if getattr(variable, "overwrite_with_gradient", False)]
     if not replaced:

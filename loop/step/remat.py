@@ -48,7 +48,7 @@ class Remat:
         self._is_settled = True
         if choice is not None and not isinstance(model, keras_models()):
             raise UsageError(
-                f"remat={choice!r}: {type(model).__name__} is no Keras model, whose layers could be found: leave it "
+                f"remat={choice!r}: {type(model).__name__} isn't a Keras model, whose layers could be found: leave it "
                 "out, and call the parts that are to be computed again as loop.remat(part)(x)"
             )
         # Also without the option: `loop.remat` may be called on layers of this model.

@@ -299,7 +299,7 @@ class StepTrace:
             tf.cond(finite, lambda: ended, lambda: keep(self._feed[-1]))
             going &= ~ended
         if scale is not None:
-            # An overflow in float16 is no error: the step is skipped, and the next one is made with half the scale.
+            # An overflow in float16 isn't an error: the step is skipped, and the next one is made with half the scale.
             # A step without examples, or after the end of the call, says nothing of the scale.
             has_examples = examples != 0.0
             if self._counted:

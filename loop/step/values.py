@@ -108,7 +108,7 @@ def check(
 
 
 def _check_names(values: object) -> None:
-    """Refuses an object that is no dict with a loss, a name that is taken, and a reserved value that is unweighted."""
+    """Refuses what isn't a dict with a loss, a name that is taken, and a reserved value that is unweighted."""
     if not isinstance(values, dict) or "loss" not in values:
         got = f"a dict of {', '.join(map(str, values))}" if isinstance(values, dict) else type(values).__name__
         raise UsageError(f'compute() returned {got}: return a dict with a per-example "loss", as in {{"loss": values}}')

@@ -178,7 +178,7 @@ def _parse(kind: type, name: str, text: str, option: str) -> Value:
         )
     takes_list = any(map(_is_sequence, _alternatives(hint)))
     form = "; a list is typed as A,B or [A,B], an empty one as []" if takes_list else ""
-    raise UsageError(f"{option} {name}={shown}: {shown!r} is no {_described(hint)}{form}")
+    raise UsageError(f"{option} {name}={shown}: {shown!r} isn't of type {_described(hint)}{form}")
 
 
 def _alternatives(hint: Hint) -> tuple[Hint, ...]:
@@ -204,7 +204,7 @@ def _value(hint: Hint, text: str) -> Value:
 
 
 def _one(kind: Hint, text: str) -> Value:
-    """A text as a value of a type that is no union. A ValueError or a KeyError if it isn't one."""
+    """A text as a value of a type that isn't a union. A ValueError or a KeyError if it isn't one."""
     if _is_sequence(kind):
         return _sequence(kind, text)
     if _origin(kind) is typing.Literal:

@@ -59,7 +59,7 @@ def check(target: str) -> None:
     # With a base, a metaclass or a decorator, only the import shows what the class is.
     node = bindings[name]
     if isinstance(node, ast.ClassDef) and not (node.bases or node.keywords or node.decorator_list):
-        raise UsageError(f"TARGET {target!r}: {name} is no subclass of loop.TrainTask")
+        raise UsageError(f"TARGET {target!r}: {name} isn't a subclass of loop.TrainTask")
 
 
 def missing_class(target: str, tasks: list[str]) -> UsageError:
@@ -95,7 +95,7 @@ def _parsed(path: Path, origin: str, target: str) -> ast.Module | None:
     try:
         content = path.read_bytes()
         if b"\0" in content:
-            raise UsageError(f"TARGET {target!r}: {origin} is no text: give a Python file")
+            raise UsageError(f"TARGET {target!r}: {origin} isn't text: give a Python file")
         if len(content) > _MOST_BYTES:
             return None
         with warnings.catch_warnings(action="ignore"):  # the import shows them

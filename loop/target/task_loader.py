@@ -127,7 +127,7 @@ def find(target: str) -> type[TrainTask]:
     if _is_task_class(kind):
         return kind
     if kind is not None:
-        raise UsageError(f"TARGET {target!r}: {name} is no subclass of loop.TrainTask")
+        raise UsageError(f"TARGET {target!r}: {name} isn't a subclass of loop.TrainTask")
     raise task_file.missing_class(target, _tasks_in(module))
 
 

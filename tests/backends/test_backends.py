@@ -221,14 +221,14 @@ def test_a_tpu_that_does_not_answer_is_bad_input(monkeypatch):
     ("arguments", "message"),
     [
         (["--backend", "tpu"], "backend='tpu': which one\\? give --tpu NAME .* or set TPU_NAME"),
-        (["--tpu", "My_TPU"], "TPU_NAME='My_TPU' is no TPU's name: give --tpu NAME"),
+        (["--tpu", "My_TPU"], "TPU_NAME='My_TPU' isn't a TPU's name: give --tpu NAME"),
         (["--tpu", "mine", "--workers", "2"], "workers=2 with backend='tpu': .* leave --workers out"),
         (["--tpu", "mine", "--backend", "single"], "--tpu mine with --backend single: leave one out, or use tpu"),
         (
             ["--devices-per-replica", "2", "--backend", "multiworker", "--workers", "2"],
             "--devices-per-replica 2 with --backend multiworker: leave one out, or use single or horovod",
         ),
-        (["--devices", "cpu"], "devices: 'cpu' is no device: give names such as cpu:0"),
+        (["--devices", "cpu"], "devices: 'cpu' isn't a device: give names such as cpu:0"),
         (["--devices", "cpu:0,/CPU:0"], "devices: cpu:0 comes twice"),
         (["--devices", "cpu:0,cpu:1", "--workers", "3"], "--workers 3 with 2 devices: leave --workers out"),
         (

@@ -145,7 +145,7 @@ def test_each_worker_and_host_is_given_no_more_workers_than_gpus(monkeypatch):
 
 def test_names_of_devices():
     assert machine.device_names([" /device:GPU:1", "cpu:0"]) == ["gpu:1", "cpu:0"]
-    with pytest.raises(UsageError, match="devices: 'gpu' is no device: give names such as cpu:0 or gpu:1"):
+    with pytest.raises(UsageError, match="devices: 'gpu' isn't a device: give names such as cpu:0 or gpu:1"):
         machine.device_names(["gpu"])
     with pytest.raises(UsageError, match="devices: gpu:0 comes twice"):
         machine.device_names(["gpu:0", "/GPU:0"])

@@ -46,7 +46,7 @@ def test_schedule(every, step, now, epoch_ended, due):
 
 @pytest.mark.parametrize("every", [0, -1, "10", "s", True, "daily", (), ("a",), [1, 2]])
 def test_schedule_refuses_nonsense(every):
-    with pytest.raises(ValueError, match="is no schedule"):
+    with pytest.raises(ValueError, match="isn't a schedule"):
         Schedule(every)
 
 
@@ -498,7 +498,7 @@ def test_bad_arguments_are_refused_by_name(name, argument, values):
 
 @pytest.mark.parametrize("kind", [Checkpoint, callbacks.Journal, callbacks.TensorBoard])
 def test_a_schedule_that_is_none_names_its_callback(kind, quiet):
-    with pytest.raises(UsageError, match=rf"{kind.__name__}: every='often' is no schedule"):
+    with pytest.raises(UsageError, match=rf"{kind.__name__}: every='often' isn't a schedule"):
         fit(Plain(), callbacks=callbacks.StandardSet(callbacks.complete(quiet(), [kind(every="often")])))
 
 
@@ -571,4 +571,4 @@ def test_an_empty_reason_stops_and_saves(quiet):
 def test_journal_lines_are_json_that_any_reader_takes(quiet):
     result = fit(Plain(), callbacks=quiet())
     for line in (result.run_dir / "journal.jsonl").read_text().splitlines():
-        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} isn't JSON"))

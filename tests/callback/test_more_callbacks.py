@@ -174,7 +174,7 @@ def test_tensorboard_has_each_point_once_also_after_a_kill(quiet, tmp_path):
 def test_tensorboard_refuses_a_place_for_no_event_files_before_the_training(quiet, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "tensorboard").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UnsafeFileError, match="tensorboard: it is no directory"):
+    with pytest.raises(UnsafeFileError, match="tensorboard: it isn't a directory"):
         fit(Plain(), callbacks=quiet() + [TensorBoard()], run_dir=tmp_path / "run")
     with pytest.raises(FileError, match=r"not-\\udcff/tensorboard: .* isn't UTF-8: give TensorBoard another directory"):
         fit(Plain(), callbacks=quiet() + [TensorBoard()], run_dir=tmp_path / os.fsdecode(b"not-\xff"))
@@ -604,7 +604,7 @@ def test_lambda_callback_runs_where_it_is_asked_to():
         (lambda: LambdaCallback(epoch_end=3), r"epoch_end=3\): give a function"),
         (lambda: LambdaCallback(), "give at least one event"),
         (lambda: LambdaCallback(setup=print, runs_on="chef"), "runs_on='chef'.: give chief or all"),
-        (lambda: LambdaCallback(setup=print, every="daily"), "every='daily' is no schedule"),
+        (lambda: LambdaCallback(setup=print, every="daily"), "every='daily' isn't a schedule"),
         (lambda: Timer("2 hours"), r"Timer\(max_duration='2 hours'\): give a time > 0 like"),
         (lambda: Timer("0s"), "give a time > 0"),
         (lambda: Timer(""), "give a time > 0"),

@@ -360,11 +360,11 @@ def test_bad_input_is_one_line(lived, tmp_path, command):
     directory = lived[0].run_dir
     (tmp_path / "notes.html").write_text("mine")
     for arguments, told in (
-        ((tmp_path,), "is no run directory"),
-        ((tmp_path / "nowhere",), "is no run directory"),
-        ((directory, tmp_path / "notes.html"), "exists already, and is no report"),
+        ((tmp_path,), "isn't a run directory"),
+        ((tmp_path / "nowhere",), "isn't a run directory"),
+        ((directory, tmp_path / "notes.html"), "exists already, and isn't a report"),
         ((directory, "--out", tmp_path), "it is a directory"),
-        ((directory, tmp_path), "is no run directory"),
+        ((directory, tmp_path), "isn't a run directory"),
         ((directory, tmp_path / "no" / "way.html"), "No such file or directory"),
     ):
         code, output = command("report", *arguments)

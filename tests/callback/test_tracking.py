@@ -317,7 +317,7 @@ def test_a_path_whose_bytes_are_not_utf_8_is_delivered_with_escapes(database, tm
 def test_sync_refuses_what_is_no_run_or_still_under_way(tmp_path, command):
     code, _, error = command("sync", tmp_path)
     assert (code, error.count("\n")) == (2, 1)
-    assert "is no run directory: it must have run.json and journal.jsonl" in error
+    assert "isn't a run directory: it must have run.json and journal.jsonl" in error
     directory = run_directory(tmp_path / "run")
     with (directory / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

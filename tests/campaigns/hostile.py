@@ -58,7 +58,7 @@ def regular_text(path):
     """The text of a file; a pipe, which would block, is none.
 
     Raises:
-        ValueError: it is no regular file, or no text.
+        ValueError: it isn't a regular file, or no text.
     """
     if not path.is_file():
         raise ValueError(path)

@@ -66,7 +66,7 @@ def compare(target, backend, workers, address, only=None):
             yield name, result_of(command, directory)
     for launcher in BY_VARIABLES if only is None else set(BY_VARIABLES) & {only}:
         if (launcher, backend) == ("jsrun", "horovod") and schedulers.horovod_has_mpi():
-            continue  # the variables alone are no MPI
+            continue  # the variables alone aren't MPI
         with tempfile.TemporaryDirectory(prefix="tfloop-launchers-") as directory:
             result, _ = launchers.train(launcher, Path(directory), backend, workers, arguments)
             yield launcher, result

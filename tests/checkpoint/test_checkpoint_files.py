@@ -182,14 +182,17 @@ def test_declared_sizes_are_not_believed(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"files": {"../tensors.npz": {}, "tensors.npz": {"bytes": 1}}}, "'../tensors.npz' is no name of a file in it"),
-        ({"files": {"/etc/passwd": {}, "tensors.npz": {"bytes": 1}}}, "'/etc/passwd' is no name of a file in it"),
+        (
+            {"files": {"../tensors.npz": {}, "tensors.npz": {"bytes": 1}}},
+            "'../tensors.npz' isn't a name of a file in it",
+        ),
+        ({"files": {"/etc/passwd": {}, "tensors.npz": {"bytes": 1}}}, "'/etc/passwd' isn't a name of a file in it"),
         ({"files": {}}, "KeyError: 'tensors.npz'"),
         ({"files": {"tensors.npz": {"bytes": 1.0}}}, "bytes of tensors.npz is 1.0"),
         ({"step": "5"}, "step is '5'"),
         ({"step": 6}, "is of step 6"),
         ({"format": 1}, "format 1, this version reads 2 and 3"),
-        ({"tensors": [{"name": "a", "dtype": "object", "shape": []}]}, "'object' is no type of numbers"),
+        ({"tensors": [{"name": "a", "dtype": "object", "shape": []}]}, "'object' isn't a type of numbers"),
         ({"tensors": [{"name": "a", "dtype": "int8", "shape": [-1]}]}, "tensors has"),
         ({"tensors": None}, "TypeError"),
     ],

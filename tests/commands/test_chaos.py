@@ -191,7 +191,7 @@ def test_a_run_moves_from_machine_to_machine(tmp_path):
     ("arguments", "message"),
     [
         (["digits", "--migrate", "--workers", "2"], "--workers 2: --migrate chooses"),
-        (["digits", "--store", "folder"], "folder: this is no URL of a store"),
+        (["digits", "--store", "folder"], "folder: this isn't a URL of a store"),
         (["digits", "--store", "s3://bucket"], "path of its own"),
         (["nowhere.py:Task"], "there is no file nowhere.py"),
         (["digits", "--keep", "."], "--keep .: it is there already"),

@@ -170,7 +170,7 @@ def test_rerun_has_the_typed_callbacks_and_says_which_others_are_left_out(projec
     (project / "a" / "run.json").write_text(json.dumps(about))
     code, shown, said = command("rerun", "a", "--run-dir", "again")
     assert (code, "the same weights to the bit" in shown) == (0, True), said
-    assert "the first training also had the callback Mine, which is no part of the task" in shown
+    assert "the first training also had the callback Mine, which isn't part of the task" in shown
     again = json.loads((project / "again" / "run.json").read_text())
     assert (again["callbacks"], again["machine"]["communication"]) == ({"EMA": "EMA(0.5)"}, "hierarchical")
 

@@ -288,7 +288,7 @@ def test_filters_and_columns(root, command, arguments, names):
         (["runs", "--filter", "statu=finished"], "did you mean 'status'?"),
         (["runs", "--filter", "status=finish"], "did you mean 'finished'?"),
         (["runs", "--filter", "backend=horovd"], "did you mean 'horovod'?"),
-        (["runs", "--filter", "eval_loss<low"], "'low' is no number"),
+        (["runs", "--filter", "eval_loss<low"], "'low' isn't a number"),
         (["runs", "--filter", "hidden"], "give KEY=VALUE"),
         (["runs", "--filter", "hiden=8"], "did you mean 'hidden'?"),
         (["runs", "--sort", "eval_los"], "did you mean 'eval_loss'?"),
@@ -296,7 +296,7 @@ def test_filters_and_columns(root, command, arguments, names):
         (["runs", "--root", "run"], "there is no such directory"),
         (["runs", "--json", "show", "small"], "give its options behind it"),
         (["runs", "show", "smal1"], "did you mean 'small'?"),
-        (["runs", "show", "nothing/here"], "is no run directory"),
+        (["runs", "show", "nothing/here"], "isn't a run directory"),
         (["runs", "show", ""], "is empty"),
         (["runs", "show", "\x1b[2Jx"], "\\x1b[2Jx: no run of that name"),
         (["runs", "show", "wide", "--metric", "los"], "did you mean 'loss'?"),
@@ -323,7 +323,7 @@ def test_a_run_is_found_by_prefix_path_and_latest(root):
     shutil.copytree(root / "small", root / "smaller")
     for name in ("wid", "wide", "latest", str(root / "wide"), "runs/wide", "./runs/wide"):
         assert runs.locate(root, name).resolve() == root / "wide"
-    assert runs.locate(root, "small") == root / "small"  # a whole name is no prefix of another
+    assert runs.locate(root, "small") == root / "small"  # a whole name isn't a prefix of another
     with pytest.raises(UsageError, match="2 runs begin so: small, smaller"):
         runs.locate(root, "sma")
 

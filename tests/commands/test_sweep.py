@@ -252,12 +252,12 @@ BAD = [
     (["--grid", "x=1", "--direction", "up"], "--direction up: there is no such direction; there are: minimize, max"),
     (["--grid", "x=1", "--epochs", "0"], "epochs=0: give a whole number >= 1"),
     (["--grid", "rat=1"], "--grid rat=1: Mine has no field 'rat'; did you mean 'rate'"),
-    (["--grid", "rate=1,two"], "--grid rate=two: 'two' is no float"),
+    (["--grid", "rate=1,two"], "--grid rate=two: 'two' isn't of type float"),
     (["--grid", "rate=1,1.0"], "--grid rate=1,1.0: 1.0 is there twice"),
     (["--random", "rate=2..1", "--trials", "2"], "--random rate=2..1: give LOW..HIGH with LOW < HIGH"),
     (["--random", "hidden=1..99999999999999999999", "--trials", "2"], "LOW < HIGH, of 9e\\+15 at most"),
     (["--random", "rate=0..1:log", "--trials", "2"], "a logarithm needs LOW > 0"),
-    (["--random", "hidden=1.5..2", "--trials", "2"], "--random hidden=1.5: '1.5' is no int"),
+    (["--random", "hidden=1.5..2", "--trials", "2"], "--random hidden=1.5: '1.5' isn't of type int"),
     (["--grid", "rate=1", "--set", "hiden=3"], "--set hiden=3: Mine has no field 'hiden'; did you mean 'hidden'"),
 ]
 
@@ -301,7 +301,7 @@ def test_a_sweep_goes_on_by_its_directory(command, trial):
         assert re.search(message, err)
     code, _, err = command("sweep", ".")
     assert code == 2
-    assert "is no directory of a sweep" in err
+    assert "isn't a directory of a sweep" in err
     for words in (["evaluate"], ["rerun"], ["export", "weights.npz"]):  # what a run has, and a sweep hasn't
         code, _, err = command(words[0], directory, *words[1:])
         assert code == 2
@@ -335,7 +335,9 @@ def test_ranges_have_the_types_of_the_fields():
         "deep": ["true", "false"], "hidden": Range(16, 256, True), "x": Range(1.0, 5.0, False), "kind": ["a", "b"],
     }  # fmt: skip
     assert isinstance(found["x"].low, float)
-    with pytest.raises(UsageError, match=r"--random kind=a..b: the field is no number: give its values, such as kind="):
+    with pytest.raises(
+        UsageError, match=r"--random kind=a..b: the field isn't a number: give its values, such as kind="
+    ):
         sweep.space(Fields, plan([], ["kind=a..b"]))
 
 

@@ -26,7 +26,7 @@ from tests.tasks import Conv, Plain, Unweighted, Weighted, regression
 
 
 class Dropped(Conv):
-    """Convolution, BatchNorm, dropout, Adam: what most models have; and a metric that is no mean."""
+    """Convolution, BatchNorm, dropout, Adam: what most models have; and a metric that isn't a mean."""
 
     defaults = {"batch_size": 8}
 

@@ -502,7 +502,7 @@ def test_an_error_without_a_text_is_named_by_its_type(quiet, tmp_path):
         (lambda: (INPUTS[0], None), "example 57: array 1: None instead of an array"),
         (lambda: INPUTS[0], r"example 57 has the arrays \[0\], the first example \[0, 1\]"),
         (lambda: None, "example 57 is None: .* or leave it out"),
-        (lambda: (INPUTS[0], object()), "example 57: array 1: object is no array"),
+        (lambda: (INPUTS[0], object()), "example 57: array 1: object isn't an array"),
         (lambda: {"x": INPUTS[0], 1: LABELS[0]}, r"keys \['x', 1\], which can't be sorted"),
     ],
 )

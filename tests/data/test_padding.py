@@ -300,8 +300,8 @@ def _indexed(data):
         (lambda: opened(_with_values((0, -1))), "the examples have no array 0; there are: label, token"),
         (lambda: opened(_streamed(_with_values({"tokens": -1}))), "no array 'tokens'; did you mean 'token'"),
         (lambda: opened(_indexed(_with_values({"tokens": -1}))), "no array 'tokens'; did you mean 'token'"),
-        (lambda: opened(ArrayData([[1], [2, 3]], padding=0.5)), "0.5 is no value of dtype int64, of array 0"),
-        (lambda: opened(ArrayData([["a"], []], padding=1)), "1 is no text, of array 0"),
+        (lambda: opened(ArrayData([[1], [2, 3]], padding=0.5)), "0.5 isn't a value of dtype int64, of array 0"),
+        (lambda: opened(ArrayData([["a"], []], padding=1)), "1 isn't text, of array 0"),
         (lambda: opened(ArrayData([[1], [2, 3]], padding=Padding(mask="x"))), "'x' is not padded; these are: 0"),
         (
             lambda: opened(ArrayData({"mask": [[1], [2, 3]]}, padding=0)).head(1),

@@ -211,7 +211,7 @@ def test_damaged_records_are_named(tmp_path):
         (lambda _: loop.records("gs://bucket/*.tfrecord"), r"only files of this machine .* tf.data.TFRecordDataset"),
         (lambda directory: loop.records([]), "give the path of at least one file"),
         (loop.records, "it is a directory: give its files"),
-        (lambda directory: loop.records(__file__), "is no TFRecord file"),
+        (lambda directory: loop.records(__file__), "isn't a TFRecord file"),
         (
             lambda directory: loop.records(_write(directory), {"x": tf.io.VarLenFeature(tf.int64)}),
             "give tf.io.FixedLenFeature",

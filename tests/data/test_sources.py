@@ -322,7 +322,7 @@ MASKED = np.ma.masked_equal(np.arange(3), 1)
         (lambda: source(tf.data.Dataset.range(0), BatchOptions(4), "eval_data()"), r"eval_data\(\) has no examples"),
         (
             lambda: source(ArrayData(np.array([1, object()], object)), BatchOptions(4), "x"),
-            r"dtype object, shape \[2\], is no tensor .* all examples of one shape",
+            r"dtype object, shape \[2\], isn't a tensor .* all examples of one shape",
         ),
         (
             lambda: source(tf.data.Dataset.range(3).map(lambda x: (x, None)), BatchOptions(4), "x"),

@@ -103,7 +103,7 @@ def test_horovods_variables_that_are_no_place(variables, monkeypatch):
 def test_a_place_to_meet_that_has_no_port(port, monkeypatch):
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", port)
-    with pytest.raises(UsageError, match=f"HOROVOD_GLOO_RENDEZVOUS_PORT={port} is no port"):
+    with pytest.raises(UsageError, match=f"HOROVOD_GLOO_RENDEZVOUS_PORT={port} isn't a port"):
         horovod_meets_at()
 
 
@@ -114,7 +114,7 @@ def test_the_command_refuses_it_with_exit_code_2(hosts, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables, "HOROVOD_GLOO_RENDEZVOUS_PORT": "abc"}
     done = tfloop("train", "digits", cwd=tmp_path, env=environment)
     assert done.returncode == 2
-    assert "tfloop: error: HOROVOD_GLOO_RENDEZVOUS_PORT=abc is no port" in done.stderr
+    assert "tfloop: error: HOROVOD_GLOO_RENDEZVOUS_PORT=abc isn't a port" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -432,7 +432,7 @@ def test_numbers_that_are_not_finite_are_saved_restored_and_replayed(tmp_path, q
     texts += [(tmp_path / "run" / "run.json").read_text()]
     texts += (tmp_path / "run" / "journal.jsonl").read_text().splitlines()
     for text in texts:
-        json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} isn't JSON"))
     assert train(1)[1].lowest == "restored"
     place, _ = replay.locate(tmp_path / "run")
     task, _ = run_directory.task_of(place, f"{__file__}:Rates")

@@ -59,7 +59,7 @@ def handed_over(monkeypatch, tmp_path):
         (Plain(), {"callbacks": standard(checkpoint=Checkpoint(every=5))}, "build_callbacks"),
         (Plain(), {"callbacks": standard(mlflow=MLflowTracker("sqlite:///mine.db"))}, "build_callbacks"),
         # They trained with another value than the one that was set.
-        (Undecorated(0.5), {}, "factor of this Undecorated was set, but it is no field"),
+        (Undecorated(0.5), {}, "factor of this Undecorated was set, but it isn't a field"),
         (changed(Undecorated(), factor=0.5), {}, "factor of this Undecorated was set"),
         (Named(name="none"), {}, "name of Named is 'none'.*for None"),
         (Named(count="2"), {}, "count of Named is '2'.*for 2"),

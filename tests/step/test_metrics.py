@@ -1,4 +1,4 @@
-"""Metrics that are no means over examples, and evaluation that is exact for every size."""
+"""Metrics that aren't means over examples, and evaluation that is exact for every size."""
 
 import keras
 import numpy as np
@@ -162,8 +162,8 @@ class Largest(keras.metrics.Metric):
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
-        ({"largest": Largest()}, "the state 'largest' of 'largest' is no sum that starts from 0"),
-        ({"largest": Largest("none")}, "the state 'largest' of 'largest' is no sum that starts from 0"),
+        ({"largest": Largest()}, "the state 'largest' of 'largest' isn't a sum that starts from 0"),
+        ({"largest": Largest("none")}, "the state 'largest' of 'largest' isn't a sum that starts from 0"),
         ({"auc": keras.metrics.AUC()}, r"has 'auc', but compute\(\) returns no value of that name"),
         ({"loss": keras.metrics.Mean()}, "that name is taken"),
         ({"x": print}, "return a metric of Keras 3"),

@@ -206,7 +206,7 @@ def test_a_running_mean_of_all_rows_is_that_of_one_replica(quiet):
 def test_a_penalty_that_is_no_mean_over_rows_is_said(task, quiet):
     if not task.always:
         task.looked_up = lambda: [Balance(always=False)]
-    with pytest.warns(UserWarning, match="adds a loss that is no mean over the rows of a batch"):
+    with pytest.warns(UserWarning, match="adds a loss that isn't a mean over the rows of a batch"):
         fit(task, backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
 
 

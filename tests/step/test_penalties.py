@@ -80,6 +80,6 @@ def test_with_accumulate_that_is_said(quiet):
 def test_a_mean_over_what_a_mask_leaves_is_said(kind, options, quiet):
     if "backend" in options:
         options = {"backend": backends.create(*options["backend"])}
-    with pytest.warns(UserWarning, match=r"penalty.* adds a loss that is no mean over the rows of a batch"):
+    with pytest.warns(UserWarning, match=r"penalty.* adds a loss that isn't a mean over the rows of a batch"):
         weights(Penalised(kind=kind, weighted=False), quiet, **options)
     weights(Penalised(kind=kind, weighted=False), quiet)  # one replica has all rows: nothing to say

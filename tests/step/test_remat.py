@@ -338,7 +338,7 @@ def test_refusals(options, message, quiet):
 
 
 def test_a_module_is_told_of_the_function(quiet):
-    with pytest.raises(UsageError, match=r"remat='full': Module is no Keras model.*loop.remat\(part\)\(x\)"):
+    with pytest.raises(UsageError, match=r"remat='full': Module isn't a Keras model.*loop.remat\(part\)\(x\)"):
         fit(Deep("module"), epochs=1, callbacks=quiet(), remat="full")
 
 

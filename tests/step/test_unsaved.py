@@ -233,7 +233,7 @@ def test_what_is_saved_or_never_changed_is_not_named(kind, quiet, tmp_path):
     def weights(*epochs):
         for epoch in epochs:
             run_dir = tmp_path / str(len(epochs))
-            keras.utils.set_random_seed(0)  # for the model of the teacher, which is no part of the run
+            keras.utils.set_random_seed(0)  # for the model of the teacher, which isn't part of the run
             result = fit(kind(), batch_size=8, epochs=epoch, run_dir=run_dir, ema=0.9)
         return result.weights_sha256
 

@@ -128,19 +128,19 @@ def test_a_member_comes_back_where_a_text_was_possible():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("act=gelu", "--set act=gelu: 'gelu' is no Activation (one of RELU, TANH)"),
-        ("how=c", "--set how=c: 'c' is no Literal (one of a, b, 3, True)"),
-        ("place=", "--set place=: '' is no Path"),
-        ("some=x", "--set some=x: 'x' is no int or None"),
-        ("pair=1", "'1' is no tuple[int, str]; a list is typed as A,B or [A,B], an empty one as []"),
-        ("steps=a,b", "'a,b' is no tuple[int, ...]"),
-        ("texts=", "'' is no list[str] or None"),
-        ("sizes=[1", "'[1' is no list[int] or None"),
-        ("acts=relu,gelu", "is no list[Activation (one of RELU, TANH)] or None"),
+        ("act=gelu", "--set act=gelu: 'gelu' isn't of type Activation (one of RELU, TANH)"),
+        ("how=c", "--set how=c: 'c' isn't of type Literal (one of a, b, 3, True)"),
+        ("place=", "--set place=: '' isn't of type Path"),
+        ("some=x", "--set some=x: 'x' isn't of type int or None"),
+        ("pair=1", "'1' isn't of type tuple[int, str]; a list is typed as A,B or [A,B], an empty one as []"),
+        ("steps=a,b", "'a,b' isn't of type tuple[int, ...]"),
+        ("texts=", "'' isn't of type list[str] or None"),
+        ("sizes=[1", "'[1' isn't of type list[int] or None"),
+        ("acts=relu,gelu", "isn't of type list[Activation (one of RELU, TANH)] or None"),
         ("bare=1", "the field is of type tuple, which can't be typed on a command line"),
         ("bare_list=1", "the field is of type List, which can't be typed on a command line"),
         ("bare_sequence=1", "the field is of type Sequence, which can't be typed on a command line"),
-        ("pwd=topsecret", "--set pwd=***: '***' is no int"),
+        ("pwd=topsecret", "--set pwd=***: '***' isn't of type int"),
     ],
 )
 def test_what_can_not_be_typed_is_told_with_what_is_allowed(text, message):
@@ -283,7 +283,7 @@ def test_a_run_of_a_task_that_computes_fields_is_read_and_goes_on(quiet, tmp_pat
     about = json.loads((tmp_path / "run" / "run.json").read_text())
     assert "depth" not in about["hyperparameters"]
     assert about["changed"] == ["sizes"]
-    assert mask("computed-secret-91") == HIDDEN  # it is no hyperparameter, and still a secret
+    assert mask("computed-secret-91") == HIDDEN  # it isn't a hyperparameter, and still a secret
     found, _ = task_of(tmp_path / "run", f"{__file__}:Computing")
     assert found.sizes == (8, 4)
     # What an earlier version has recorded.

@@ -21,7 +21,7 @@ _FORMS = {
     "file": "file:///absolute/path",
 }
 _UNUSABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Control characters, and what stands for bytes that are no UTF-8."""
+"""Control characters, and what stands for bytes that aren't UTF-8."""
 SPOOLS = "spools"
 COPIES = "copies"
 ABOUT = "store.json"
@@ -38,7 +38,7 @@ def check_run_dir(run_dir: object) -> None:
     """Refuses what can't be a run directory.
 
     Raises:
-        UsageError: it is no text and no path.
+        UsageError: it is neither text nor a path.
     """
     if run_dir is not None and (not isinstance(run_dir, str | Path) or "\0" in str(run_dir)):
         raise UsageError(f"run_dir={run_dir!r:.200}: give a path, a URL, or None for a new directory below runs/")
@@ -64,11 +64,11 @@ def read_url(text: str, is_folder: bool = False) -> str:
         is_folder: whether it is a folder of runs, which may be a whole bucket.
 
     Raises:
-        UsageError: it is no URL of a store, has no bucket or path, or secrets stand in it.
+        UsageError: it isn't a URL of a store, has no bucket or path, or secrets stand in it.
     """
     if not is_url(text):
         kinds = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise UsageError(f"{mask(text)}: this is no URL of a store: give one that begins with {kinds}")
+        raise UsageError(f"{mask(text)}: this isn't a URL of a store: give one that begins with {kinds}")
     # Before it is split: `urlsplit` drops some of these characters, which leaves the URL of something else.
     if _UNUSABLE.search(unquote(text, errors="surrogateescape")):
         raise UsageError(f"{mask(text)!r}: give a URL without control characters, in UTF-8")
@@ -149,7 +149,7 @@ def index_of(directory: Path) -> Path:
 
 
 def checkpoints_of_copy(directory: Path) -> dict[str, int] | None:
-    """The bytes of each checkpoint that a run in a store has, by name; None: the directory is no copy of one."""
+    """The bytes of each checkpoint that a run in a store has, by name; None: the directory isn't a copy of one."""
     return None if url_of_copy(directory) is None else read_json(index_of(directory)).get("checkpoints", {})
 
 

@@ -128,7 +128,7 @@ def _check(bucket: Bucket, key: str, body: JsonObject) -> None:
             problem = f"{about!r:.60} describes no object"
     for name in body["files"]:
         if not _is_of_run(name) or not body["files"].keys().isdisjoint(map(str, PurePosixPath(name).parents)):
-            problem = f"{name!r:.60} is no file name of a run"
+            problem = f"{name!r:.60} isn't a file name of a run"
     if problem:
         raise DamagedError(f"{bucket.url}: {key} wasn't written by a run ({problem}): remove that run from the store")
 

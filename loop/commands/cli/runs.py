@@ -140,7 +140,7 @@ def report(names: listing.ReportNames, out: listing.ReportOut = None, root: type
     try:
         # Only a page that tfloop has made is written over.
         if out.exists() and not page.is_page(out):
-            raise UsageError(f"{shown} exists already, and is no report: give another name")
+            raise UsageError(f"{shown} exists already, and isn't a report: give another name")
         records = [runs.reader(path).read() for path in paths]
         files.write_text(out, runs.page_of(records))
     except OSError as error:

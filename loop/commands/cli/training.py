@@ -256,7 +256,7 @@ def _check_parent(out: Path, is_file: bool) -> None:
     """Refuses a name below a file; and that of a file in a directory that isn't there."""
     parent = next(parent for parent in out.parents if parent.exists())
     if not parent.is_dir():
-        raise UsageError(f"{out}: {parent} is no directory: give another name")
+        raise UsageError(f"{out}: {parent} isn't a directory: give another name")
     if is_file and parent != out.parent:  # a directory is made with those above it
         raise UsageError(f"{out}: there is no directory {out.parent}: make it first")
 

@@ -53,7 +53,7 @@ def locate(root: Path, text: str, checkpoints: bool = True) -> Path:
         return path
     # A name has no slash: what is left is a path to something else.
     if "/" in text or text in (".", ".."):
-        raise UsageError(f"{printable(text)} is no run directory: there is no run.json, and no journal")
+        raise UsageError(f"{printable(text)} isn't a run directory: there is no run.json, and no journal")
 
     paths = {path.name: path for path in find(root)}
     if not paths:

@@ -64,7 +64,7 @@ def _news(path: Path, offset: int) -> tuple[list[str], int]:
 
 
 def event_line(entry: Mapping[str, object]) -> str:
-    """An entry of a journal as a line for the terminal; "": it is no event, or one that isn't shown."""
+    """An entry of a journal as a line for the terminal; "": it isn't an event, or one that isn't shown."""
     event = entry.get("event")
     stamp = entry.get("time")
     if not isinstance(event, str) or event in _UNSEEN:

@@ -25,7 +25,7 @@ class Filter:
     """A condition `KEY=VALUE`, or with `!=`, `<`, `<=`, `>`, `>=`.
 
     Raises:
-        UsageError: the text is no condition.
+        UsageError: the text isn't a condition.
     """
 
     def __init__(self, text: str) -> None:
@@ -54,7 +54,7 @@ class Filter:
         numeric = bool(known) and all(map(is_number, known))
         # `started` is compared as text: see `__call__`.
         if numeric and self._key != "started" and not reads_as_number(self._wanted):
-            raise UsageError(f"--filter {self._text}: {self._wanted!r} is no number")
+            raise UsageError(f"--filter {self._text}: {self._wanted!r} isn't a number")
 
     def _check_choice(self, values: Sequence[object]) -> None:
         """Refuses a status, backend or task that no run can have."""

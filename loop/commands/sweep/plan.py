@@ -198,7 +198,9 @@ def reopened(directory: Path, trusted: bool = False) -> tuple[Plan, int]:
         plan = Plan(**kept)  # type: ignore[arg-type]
         trials = int(about["trials"])
     except (TypeError, KeyError, ValueError):
-        raise UsageError(f"{directory} is no directory of a sweep: give a TARGET, file.py:Class for example") from None
+        raise UsageError(
+            f"{directory} isn't a directory of a sweep: give a TARGET, file.py:Class for example"
+        ) from None
     # Secrets aren't written down, so that only the command itself has them.
     if HIDDEN in json.dumps(kept):
         raise UsageError(f"{directory} doesn't have the secrets of its command: give the whole command again")
@@ -287,7 +289,7 @@ def _range(kind: type, name: str, text: str, span: re.Match[str]) -> Range:
     high = _field_value(kind, "--random", name, span[2])
     for end in (low, high):
         if not isinstance(end, int | float) or isinstance(end, bool):
-            raise UsageError(f"{option}: the field is no number: give its values, such as {name}=a,b,c")
+            raise UsageError(f"{option}: the field isn't a number: give its values, such as {name}=a,b,c")
     # Not as `low >= high or ...`: every comparison with nan is false.
     if not (low < high and abs(low) <= _LARGEST and abs(high) <= _LARGEST):
         raise UsageError(f"{option}: give LOW..HIGH with LOW < HIGH, of {_LARGEST:.0e} at most")
