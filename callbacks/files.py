@@ -103,7 +103,7 @@ def opened(path: Path, flags: int = os.O_RDONLY, shared: bool = False) -> int:
     except OSError:
         check(path, shared)  # says that it is a link, where the system's error doesn't
         raise
-    # Of the open file, not of the path, which may have been replaced in the meantime.
+    # That of the open file, not of the path, which may have been replaced in the meantime.
     problem = _problem(os.fstat(descriptor), shared)
     if problem:
         os.close(descriptor)

@@ -138,7 +138,7 @@ class FromKeras(Callback):
 
     def _logs(self, metrics: Metrics) -> dict[str, float]:
         """Metrics by the names of Keras."""
-        # Of several evaluation sets, each has a name, which the metric's name begins with.
+        # Each of several evaluation sets has a name, which the metric's name begins with.
         prefix = "val_" if "" in self._sets else ""
         logs = {}
         for name, value in as_floats(metrics).items():

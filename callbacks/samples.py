@@ -163,7 +163,7 @@ def _as_rgb(pictures: np.ndarray) -> np.ndarray:
     import numpy as np
 
     tiles = pictures[..., None] if pictures.ndim == 3 else pictures
-    # Of one or two channels the first is the brightness; of more than three the first are the colors.
+    # With one or two channels, the first is the brightness; with more than three, the first three are the colors.
     tiles = np.repeat(tiles[..., :1], 3, -1) if tiles.shape[-1] < 3 else tiles[..., :3]
     if tiles.dtype == np.uint8:
         return tiles

@@ -182,7 +182,7 @@ class KerasTask(TrainTask):
         self._takes_training = "training" in inspect.signature(model.call).parameters
         if not self._takes_training:
             _warn_of_modes(model)
-        # Class weights exist only in training. Of the predictions, only names and shapes count here.
+        # Class weights exist only in training. Only names and shapes of the predictions count here.
         inputs, labels, weights = self._parts(example, training=True)
         predictions = self._predictions(model, inputs, training=False)
         try:

@@ -333,7 +333,7 @@ def _is_sound(path: Path) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Why the store can't be used, in one line without secrets. Of a chain of network errors, the first counts."""
+    """Why the store can't be used, in one line without secrets. In a chain of network errors, the first counts."""
     first = error
     while inner := first.__cause__ or first.__context__:
         first = inner

@@ -251,7 +251,7 @@ def _is_drawn(value: float) -> bool:
 def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
     """At most about `most` points that look the same.
 
-    Of each stretch the lowest, the highest and one that isn't drawn are kept; and the first and the last point of all.
+    The lowest point of each stretch, the highest and one that isn't drawn are kept; and the first and the last of all.
     """
     if len(points) <= most:
         return points

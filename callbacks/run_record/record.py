@@ -81,7 +81,7 @@ class Record:
     # The chief's seconds by part, of attempts that have recorded it: see `loop.monitor.stopwatch.PARTS`; and
     # `starting`, `compiling`. Without a profile, `training` stands for data, compute, all-reduce and the rest.
     split: dict[str, float] = dataclasses.field(default_factory=dict)
-    # Of a run that was profiled: the seconds by part of each rank, in its last attempt.
+    # If the run was profiled: the seconds by part of each rank, in its last attempt.
     ranks: list[dict[str, float]] = dataclasses.field(default_factory=list)
     verdict: list[str] = dataclasses.field(default_factory=list)  # of such a run: what holds it back, in lines
     # Exceptions, kills, resumes, skipped steps, workers that came and went, stalls.

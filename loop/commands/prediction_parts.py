@@ -20,7 +20,7 @@ from loop.errors import TrainingError, UsageError
 from loop.step.prediction import Columns
 
 Specs = dict[str, tuple[str, list[int]]]
-"""Of each array of a prediction: its dtype, and the shape of a row."""
+"""The dtype of each array of a prediction, and the shape of a row."""
 _ROWS_IN_PART = 4096
 _PARTS = 64
 

@@ -225,7 +225,7 @@ def _lists_as_sequences(arrays: Mapping[str | int, Given], converted: dict[str |
 def _array_or_sequences(given: Given, name: str | int) -> Array:
     """One array, if NumPy can make one; else examples of different lengths."""
     refuse_masked(given, f"ArrayData: array {name!r}: ")
-    # Of a ragged tensor, or an array of arrays, NumPy would make an array of objects, or fail.
+    # From a ragged tensor, or an array of arrays, NumPy would make an array of objects, or fail.
     if not (isinstance(given, tf.RaggedTensor | np.ndarray) and is_list_of_examples(given)):
         try:
             array = as_array(given)

@@ -65,7 +65,7 @@ def lengths_of(column: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype) -
 
 
 def _fill_numbers(column: Sequence[Any], out: np.ndarray) -> bool:
-    # Of several types, NumPy would find a common one, which not all of them have.
+    # For several types, NumPy would find a common one, which not all of them have.
     kinds = set(map(type, column))
     if len(kinds) != 1 or not issubclass(kinds.pop(), int | float | np.number | np.bool_):
         return False

@@ -183,7 +183,7 @@ def arrays_of(
 
 
 def checked(examples: Sequence[Read], specs: list[ArraySpec], ids: np.ndarray) -> list[Leaves]:
-    """Of each example, as it was read, a list of its arrays, or why it can't be used."""
+    """The arrays of each example that was read, or why it can't be used."""
     # Errors are handed on as values: the caller stops at the first one, or leaves these examples out.
     return [_checked(example, specs, index) for example, index in zip(examples, ids.tolist(), strict=True)]
 

@@ -220,7 +220,7 @@ class HostReader:
         """The order by length. A mixture has another one in each epoch, since its examples are others."""
         padding = self._data.padding
         assert padding is not None
-        # Of several padded arrays, an example is sorted by the longest one.
+        # With several padded arrays, an example is sorted by the longest one.
         lengths = self._lengths(np.arange(self._data.size, dtype=np.int64), epoch)
         return LengthBuckets(np.max(list(lengths.values()), axis=0), self._options, padding.buckets)
 

@@ -8,7 +8,7 @@ import threading
 import weakref
 
 LARGE = 1 << 27
-"""Bytes. A smaller map keeps its pages. Of all larger maps together, a process keeps about this many."""
+"""Bytes. A smaller map keeps its pages. A process keeps about this many of all larger maps together."""
 
 AT_ONCE = 64
 """After reading this many places of large maps, the process checks its memory: Linux may map 2 MB around each place."""

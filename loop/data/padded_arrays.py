@@ -214,7 +214,7 @@ def lengths(data: ArrayData) -> np.ndarray:
     assert data.padding is not None
     measure = data.padding.bucket_by
     if not callable(measure):
-        # Of several padded arrays, an example is sorted by the largest one.
+        # With several padded arrays, an example is sorted by the largest one.
         sizes = [array.sizes for array in tf.nest.flatten(data.arrays) if isinstance(array, Sequences)]
         return np.max(sizes, axis=0)
     measured = np.zeros([data.size], np.int64)

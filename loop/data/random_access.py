@@ -89,13 +89,13 @@ def reader_of(source: Source) -> Reader:
 def _refuse_other_items(source: Source) -> None:
     """Refuses objects whose `[index]` gives something else than the example at that position."""
     kind = type(source).__name__
-    # Of a pandas Series, [index] would be the example with this label, beside other examples' labels.
+    # In a pandas Series, [index] would be the example with this label, beside other examples' labels.
     if hasattr(source, "iloc"):
         raise UsageError(
             f"IndexedData({kind}): a {kind} has [label], and no [index]: give its .to_numpy(), or a dict of columns, "
             "or ArrayData(...)"
         )
-    # Of a data set of Hugging Face in this format, [index] would be a table.
+    # In a Hugging Face data set of this format, [index] would be a table.
     how = getattr(source, "format", None)
     if isinstance(how, Mapping) and how.get("type") == "arrow":
         raise UsageError(

@@ -85,7 +85,7 @@ class RecordSource:
             try:
                 parsed = tf.io.parse_example(records, dict(self._features))
             except tf.errors.OpError as error:
-                # Of several, each is then read by itself.
+                # If several were asked for, each is then read by itself.
                 reason = _message(error).split("}} ")[-1]  # without TensorFlow's name of the operation
                 raise UsageError(
                     f"loop.records(features=...): record {indices[0]} can't be parsed ({reason}): give the "

@@ -49,7 +49,7 @@ def forget_inherited_job() -> None:
 def own_job() -> None:
     """Marks a job's variables as this process's own: a command that it starts has no part in the job.
 
-    Of an outside launcher, too, and of a job with one worker, which has no size.
+    Also those of an outside launcher, and those of a job with one worker, which has no size.
     """
     if JOB in os.environ or job_size() is not None:
         os.environ[OWNER] = str(os.getpid())
@@ -197,7 +197,7 @@ def _check_addresses(addresses: Mapping[str, str]) -> None:
             raise UsageError(
                 f"TF_CONFIG: the address of {name} is {address!r}: give host:port, with a port of 1 to 65535"
             )
-        # Of two processes with the same address, only one could listen there.
+        # If two processes had the same address, only one could listen there.
         if same := [other for other in addresses if other != name and addresses[other] == address]:
             raise UsageError(f"TF_CONFIG: {name} and {same[0]} have the same address {address}: give each its own")
 

@@ -120,7 +120,7 @@ class EpochMetrics:
         """Notes that no evaluation is under way, and takes the metrics of the one that has ended."""
         self.evaluating = False
         if self.evaluated:
-            # Of several sets, each keeps its last metrics: they may be due at different steps. A single set has the
+            # Each of several sets keeps its last metrics: they may be due at different steps. A single set has the
             # name "", and `any` looks at the names.
             kept = self.eval_metrics if any(self.evaluated_at) else {}
             self.eval_metrics = kept | self.evaluated

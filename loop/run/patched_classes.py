@@ -99,5 +99,5 @@ def _is_as_said(kind: type, name: str, said: _Said) -> bool:
         return name in vars(kind) and type(value) is type(literal) and value == literal
     if name in said.methods:
         return getattr(value, "__qualname__", "") == f"{kind.__qualname__}.{name}"
-    # Set from outside. Of other objects, such as data, it can't be told whether another process has the same.
+    # Set from outside. For other objects, such as data, it can't be told whether another process has the same.
     return not isinstance(value, str | int | float | types.FunctionType)

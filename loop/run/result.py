@@ -150,7 +150,7 @@ def read_weights(path: Path) -> tuple[Arrays, Json]:
 
 def weights_sha256(run: Run) -> str:
     """The hash of the model's variables, in order; see `fingerprint`."""
-    # Of one replica: all have the same values.
+    # From one replica: all have the same values.
     values = [run.backend.local_values(variable)[0] for variable in model_variables(run.model)]
     return fingerprint(*values)
 

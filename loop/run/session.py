@@ -100,7 +100,7 @@ class Session:
             with keras_precision(precision):
                 try_evaluation(self.task, self.built, self.backend, example, source.example, what)
         self.learning_rates = learning_rates(self.built.optimizer)
-        # Of each phase: the order of a model's variables may depend on which of them are trained.
+        # For each phase: the order of a model's variables may depend on which of them are trained.
         self.model_variables.append(model_variables(self.built.model))
 
     def _changed(self, data: Dataset, options: Options) -> Dataset:

@@ -43,7 +43,7 @@ Arrays: TypeAlias = dict[str, np.ndarray]
 """The arrays of a checkpoint by name, in order."""
 
 Variable: TypeAlias = tf.Variable | SlicedVariable
-"""A variable of a run. Of a sharded optimizer, each replica holds only a slice."""
+"""A variable of a run. If it belongs to a sharded optimizer, each replica holds only a slice."""
 
 STREAM = "stream/"
 """The prefix of iterators' states in a checkpoint."""

@@ -112,7 +112,7 @@ class KeptBatch:
         self._variables: list[tf.Variable] = []
         with tf.device("CPU:0"):
             for tensor in tf.nest.flatten(no_rows(source.batch_spec)):
-                # Of no fixed shape: the last batch of an epoch is shorter.
+                # Without a fixed shape: the last batch of an epoch is shorter.
                 self._variables.append(tf.Variable(tensor, trainable=False, shape=tf.TensorShape(None)))
 
     def keep(self, batch: Batch) -> tf.Tensor:

@@ -189,7 +189,7 @@ class Evaluation:
         return self._context.computing.batch_rows(source, feed) if source.layout is None else source.batch_rows(feed)
 
     def _of_rows(self, source: Source, rows: Rows, stand_in: Batch | None, batch_rows: tf.Tensor | None) -> tf.Tensor:
-        """In each replica: the totals of its rows. Of a summed loss, `batch_rows` are those of the global batch."""
+        """In each replica: the totals of its rows. For a summed loss, `batch_rows` are those of the global batch."""
         task = self._context.task
         plan = self._context.plan
         with self._context.computing.replica(source, rows, stand_in, 1) as replica:

@@ -47,7 +47,7 @@ class BatchLoop:
 
     def _more(self, step: tf.Tensor, state: LoopState) -> tf.Tensor:
         """Whether there is another step."""
-        # Of arrays, only the counter decides: `state.going` depends on gradients; see the class.
+        # With arrays, only the counter decides: `state.going` depends on gradients; see the class.
         if isinstance(self._source, ArraySource):
             return step < self._end
         return (step < self._end) & state.going

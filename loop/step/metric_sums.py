@@ -157,7 +157,7 @@ def _weighted_sum(value: tf.Tensor, weight: tf.Tensor | None, axis: list[int] | 
         return tf.reduce_sum(tf.math.multiply_no_nan(value, weight[tf.newaxis]), axis), tf.reduce_sum(weight)
     weights = weight
     if value.shape.rank is None or weight.shape.rank is None:
-        # Of what `tf.numpy_function` or `tf.py_function` returns, the graph doesn't know the rank.
+        # The graph doesn't know the rank of what `tf.numpy_function` or `tf.py_function` returns.
         trailing = tf.ones([tf.rank(value) - tf.rank(weight)], tf.int32)
         sizes = tf.concat([tf.shape(weight), trailing], 0)
         weights = tf.broadcast_to(tf.reshape(weight, sizes), tf.shape(value))

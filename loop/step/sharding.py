@@ -50,7 +50,7 @@ class Slicing:
         self._places = np.stack([begins, counts, np.zeros_like(begins), self.length - counts], axis=1)
 
     def cut(self, tensor: Gradient, replica: tf.Tensor) -> Gradient:
-        """While tracing: the slice of a replica, shape [length]. Of a sparse gradient, the elements in the slice."""
+        """While tracing: the slice of a replica, shape [length]. For a sparse gradient, the elements in the slice."""
         if isinstance(tensor, tf.IndexedSlices):
             return self._cut_rows(tensor, tf.cast(replica, tf.int64) * self.length)
         # As few operations as possible: a model has hundreds of variables, and each operation takes host memory.

@@ -210,7 +210,7 @@ class Lease:
             if not self._is_free(newest, is_dead):
                 return newest
 
-        # Of all processes that create this object, the store lets one do it: that one has the lease.
+        # The store lets one process alone create this object: that one has the lease.
         first = State((counter + 1, 0), self._owner, self._ttl)
         if not self._bucket.create(first.key, first.encoded()):
             return read(self._bucket, first.position)

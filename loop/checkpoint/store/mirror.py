@@ -148,7 +148,7 @@ class Mirror:
     def _forget_lost(self) -> None:
         """Forgets what others have removed from the store, as a rule of the bucket may: it is delivered again."""
         lost = _keys(self._files, self._journal) - set(self._bucket.keys("data"))
-        # Of a checkpoint, all is delivered again: its manifest stands for the rest.
+        # All files of a checkpoint are delivered again: its manifest stands for the rest.
         folders = {name.rpartition("/")[0] for name, about in self._files.items() if about["key"] in lost}
         for name in list(self._files):
             in_folder = name.startswith("checkpoints/") and name.rpartition("/")[0] in folders

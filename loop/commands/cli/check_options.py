@@ -9,19 +9,19 @@ from typer import Argument, Option
 
 from loop.commands import completion
 
-# Of verify.
+# Options of verify.
 VerifyBatchSize = Annotated[int | None, Option(help="The global batch; the task's own if not given.")]
 VerifyCompile = Annotated[str | None, Option("--compile", help="graph or xla; the task's own if not given.")]
 Processes = Annotated[bool, Option(help="Also in 2 real processes, not in logical devices alone.")]
 # Not for users: `verify` gives it to the workers that it starts.
 Record = Annotated[Path | None, Option(hidden=True)]
 
-# Of replay.
+# Options of replay.
 Kept = Annotated[
     str, Argument(metavar="RUN", help="RUN_DIR/bad/step-..., or a run: its newest one.", autocompletion=completion.runs)
 ]
 
-# Of chaos.
+# Options of chaos.
 Kills = Annotated[int, Option(help="How many processes are killed, one after the other.")]
 ChaosCheckpointEvery = Annotated[
     str | None, Option(help="epoch, a number of steps, or a time; if not given, some ten times in the run.")

@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from loop.commands import terminal
 
-# Of options:
+# Options:
 FIRST = "Used most"
 LENGTH = "What is trained, and how long"
 DEVICES = "Where (devices and servers)"
@@ -29,7 +29,7 @@ TRIALS = "Trials"
 REST = "Options"  # those without a theme
 ARGUMENTS = "Arguments"
 
-# Of commands:
+# Commands:
 TRAIN = "Train"
 LOOK = "Look at runs"
 CHECK = "Check"

@@ -54,7 +54,7 @@ _trouble = partial(Option, rich_help_panel=help_.TROUBLE)
 UNTYPED: list[Any] = []
 """The default of an option that can be repeated."""
 
-# Of many commands.
+# Options of many commands.
 Target = Annotated[
     str,
     Argument(
@@ -115,7 +115,7 @@ _NAMED = "A name, the beginning of one, a path, a URL, or latest."
 Name = Annotated[str, Argument(metavar="RUN", help=_NAMED, autocompletion=completion.runs)]
 Names = Annotated[list[str], Argument(metavar="RUN", help=_NAMED, autocompletion=completion.runs)]
 
-# Of train: devices, servers and hosts.
+# Options of train: devices, servers and hosts.
 Ps = Annotated[int | None, _devices(help="Parameter servers, with parameter_server; 1.")]
 MinShardBytes = Annotated[
     int | None, _devices(help="Cut variables into shards of at least so many bytes, over the --ps servers.")
@@ -155,7 +155,7 @@ Discovery = Annotated[
     Path | None, _hosts(metavar="SCRIPT", help="With --elastic: prints host:slots, asked each second.")
 ]
 
-# Of train: the run, its numbers and its speed.
+# Options of train: the run, its numbers and its speed.
 TrainRunDir = Annotated[
     Path | None,
     _first(
@@ -196,7 +196,7 @@ StepsPerCall = Annotated[str | None, _speed(help="Steps in a compiled call, or a
 Prefetch = Annotated[str | None, _speed(help="Batches that a stream is read ahead, or auto.")]
 Threads = Annotated[int | None, _speed(help="TensorFlow's threads in each worker; its share of the cores.")]
 
-# Of train: saving, tracking and trouble.
+# Options of train: saving, tracking and trouble.
 CheckpointEvery = Annotated[
     str | None, _saving(help="epoch, a number of steps, or a time such as 10m; auto: epochs, at most one in 10 s.")
 ]
@@ -222,11 +222,11 @@ Callback = Annotated[
     _length(help="A callback of tfloop's: TensorBoard, or \"EarlyStopping(metric='eval_loss')\"; repeatable."),
 ]
 
-# Of evaluate, and of predict.
+# Options of evaluate, and of predict.
 UseBackend = Annotated[str | None, Option(help="auto, single, mirrored, central, multiworker or horovod.")]
 EvaluateBatchSize = Annotated[int | None, Option(help="The global batch.")]
 
-# Of predict.
+# Options of predict.
 PredictData = Annotated[
     str,
     Argument(
@@ -243,7 +243,7 @@ PredictThreads = Annotated[
     int | None, Option("--threads", help="TensorFlow's threads for an operation, in each worker; all cores.")
 ]
 
-# Of export.
+# Options of export.
 Out = Annotated[
     str,
     Argument(
@@ -259,7 +259,7 @@ Serving = Annotated[
     bool, Option("--serving", help="The layout that TensorFlow Serving reads, and a Dockerfile that serves it.")
 ]
 
-# Of new and ui.
+# Options of new and ui.
 NewName = Annotated[str, Argument(metavar="NAME", help="Of the file, without .py.")]
 Port = Annotated[int, Option(max=65535, min=1, help="The port; another one is taken if it is in use.")]
 Host = Annotated[str, Option(help="The address to listen on; loopback unless told otherwise.")]

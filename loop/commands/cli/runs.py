@@ -162,7 +162,7 @@ def watch(names: typed.Names, port: listing.WatchPort = 8080, root: typed.Root =
 
 
 def sync(run: typed.Name, track: listing.SyncTrack = None, trust: typed.Trust = False) -> None:
-    """Deliver what is still missing: to MLflow, or to the store of a URL. Of a run that is over, or of a sweep."""
+    """Deliver what is still missing: to MLflow, or to the store of a URL. The run must be over; it may be a sweep."""
     if address.is_url(run):
         _deliver_to_store(address.read_url(run))
         if track is None:  # of a run in a store, MLflow's part is delivered only where it is asked for

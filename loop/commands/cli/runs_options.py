@@ -10,7 +10,7 @@ from typer import Argument, Option
 from loop.commands import completion
 from loop.commands.cli.options import written_file
 
-# Of runs, and of the commands in its group.
+# Options of runs, and of the commands in its group.
 Metric = Annotated[str | None, Option(help="The metric to show; if not given: eval_loss, or loss without evaluation.")]
 Drawn = Annotated[str | None, Option(help="The metric to draw; if not given, the first two.")]
 Filter = Annotated[
@@ -22,11 +22,11 @@ Sort = Annotated[
 ]
 Yes = Annotated[bool, Option("--yes", help="Don't ask.")]
 
-# Of tail.
+# Options of tail.
 Count = Annotated[int, Option("-n", min=0, help="How many events of before are shown first.")]
 Follow = Annotated[bool, Option("--follow/--no-follow", help="Show what comes until the run ends.")]
 
-# Of report.
+# Options of report.
 ReportNames = Annotated[
     list[str],
     Argument(
@@ -45,6 +45,6 @@ ReportOut = Annotated[
     ),
 ]
 
-# Of watch and sync.
+# Options of watch and sync.
 WatchPort = Annotated[int, Option("--port", max=65535, min=1, help="The port; another one is taken if it is in use.")]
 SyncTrack = Annotated[str | None, Option(help="MLflow's tracking URI; the run's own if not given.")]

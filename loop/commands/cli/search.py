@@ -113,7 +113,7 @@ def memory(
     set_: typed.Set = typed.UNTYPED,
     as_json: typed.AsJson = False,
 ) -> None:
-    """Say what memory a training needs. Of each setting that saves some, and which is the fastest that fits."""
+    """Say what memory a training needs. Also with each setting that saves some, and which is the fastest that fits."""
     with_defaults(None, {"batch_size": batch_size})
     limit = None if memory_limit is None else memory_.parse_size(memory_limit)
     _refuse_in_job("memory measures in processes of its own: call it once, with --workers")

@@ -12,7 +12,7 @@ from loop.commands.cli import help as help_
 from loop.commands.cli.options import written_file
 from loop.commands.tune import TUNED
 
-# Of tune and bench.
+# Options of tune and bench.
 Only = Annotated[list[str], Option(metavar="NAME", help=f"What to try, of {', '.join(TUNED)}; repeatable.")]
 Seconds = Annotated[float, Option(help="How long a trial measures, when it is warm.")]
 BenchRounds = Annotated[int, Option(min=1, help="How often each is measured, in turns.")]
@@ -26,7 +26,7 @@ TuneOut = Annotated[
 ]
 Force = Annotated[bool, Option("--force", help="Write over the file.")]
 
-# Of sweep.
+# Options of sweep.
 _trials = partial(Option, rich_help_panel=help_.TRIALS)
 SweepTarget = Annotated[
     str, Argument(metavar="TARGET", help="As for train; or the directory of a sweep, to go on with it.")
@@ -46,7 +46,7 @@ SweepDir = Annotated[
 ]
 SweepSeed = Annotated[int | None, _trials(help="Of what is drawn, and of the training.")]
 
-# Of find-lr. Fewer steps than this don't show where the loss falls.
+# Options of find-lr. Fewer steps than this don't show where the loss falls.
 FindLrSteps = Annotated[int, Option(min=10, max=100_000, help="How many steps to make.")]
 Low = Annotated[float, Option(help="The learning rate of the first step.")]
 High = Annotated[float, Option(help="That of the last one.")]
@@ -56,7 +56,7 @@ FindLrOut = Annotated[
     Option(parser=written_file, metavar="FILE", help="Where to write the plot (.png, .svg) or the numbers (.json)."),
 ]
 
-# Of memory.
+# Options of memory.
 Memory = Annotated[
     str | None,
     Option(

@@ -133,7 +133,7 @@ class Plan:
     def directory(self) -> Path:
         """The default directory of the sweep. The same plan always has the same one."""
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", self.target.rpartition(":")[2])[:80]
-        # Of the plan without secrets: a secret could be guessed from a digest.
+        # The digest of the plan without secrets: a secret could be guessed from a digest.
         digest = hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:8]
         return Path("runs") / f"sweep-{name}-{digest}"
 
