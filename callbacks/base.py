@@ -228,7 +228,7 @@ class Schedule:
             self.steps = int(every)
         elif isinstance(every, str) and (time := re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h)", every)):
             self.seconds = float(time[1]) * {"s": 1, "m": 60, "h": 3600}[time[2]]
-        elif not (self.call or self.epoch or self.at):
+        if not (self.call or self.epoch or self.at or self.steps or self.seconds):
             raise ValueError(
                 f"every={every!r} isn't a schedule: "
                 'give "epoch", "call", a number of steps >= 1, a tuple of steps, or a time like "10s"'

@@ -103,6 +103,9 @@ def test_stdout_that_takes_nothing_is_one_line(arguments, unbuffered):
 
 BEFORE_TENSORFLOW = [
     (["train", "digits", "--checkpoint-every", "0"], "--checkpoint-every 0: every=0 isn't a schedule: give"),
+    (["train", "digits", "--checkpoint-every", "0s"], "--checkpoint-every 0s: every='0s' isn't a schedule: give"),
+    (["train", "digits", "--set", "hidden"], "--set hidden: give key=value$"),
+    (["find-lr", "digits", "--set=hidden"], "--set hidden: give key=value$"),
     (
         ["train", "digits", "--track", "http://h", "--callback", "MLflowTracker(experiment='mine')"],
         "--track with --callback MLflowTracker, which has an argument for it: leave one of them out",
@@ -166,7 +169,7 @@ BEFORE_TENSORFLOW = [
     (["export", "trained", "x.keras", "--target", "digist"], "TARGET 'digist': .* did you mean 'digits'"),
     (["evaluate", "trained", "--batch-size", "0"], "batch_size=0: the global batch must hold"),
     (["replay", "nowhere"], "nowhere: no checkpoint there"),
-    (["sync", "trained", "--track", "nonsense"], "--track nonsense: give a URI such as sqlite:///mlflow.db or http://"),
+    (["sync", "trained", "--track", "nonsense"], "--track nonsense: give a URI such as [^ ]* or http://host:5000$"),
     (["sync", "trained", "--track", "off"], "--track off: there is nothing to deliver to"),
     (["train", "digits", "--track", "of"], "--track of: give a URI such as .*, or off"),
     (["train", "digits", "--track", "htp://user:secret@h"], r"--track htp://\*\*\*@h: give a URI"),

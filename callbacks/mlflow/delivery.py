@@ -299,7 +299,8 @@ def _make_database(path: Path) -> None:
 
     aside = hidden_name(path)
     try:
-        with tempfile.TemporaryDirectory(prefix="tfloop-mlflow-", ignore_cleanup_errors=True) as directory:
+        # By its name, a later command removes the directory that a killed process has left (`loop/launch/signals.py`).
+        with tempfile.TemporaryDirectory(".tfloop", "tfloop-mlflow-", ignore_cleanup_errors=True) as directory:
             made = Path(directory) / "mlflow.db"
             MlflowClient(sqlite_uri(made)).search_experiments(max_results=1)
             with (

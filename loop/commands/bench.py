@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -21,6 +20,7 @@ from callbacks.formats import plural
 from callbacks.throughput_probe import ThroughputProbe
 from callbacks.types import JsonObject
 from loop.commands import command_line, terminal, trial
+from loop.launch import signals
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -97,7 +97,7 @@ def bench(
             if contender.problem:  # it would fail again
                 continue
             progress(f"{contender}, round {number + 1}")
-            with tempfile.TemporaryDirectory(prefix="tfloop-bench-", ignore_cleanup_errors=True) as directory:
+            with signals.temporary_directory("tfloop-bench-") as directory:
                 if contender.name == OURS:
                     # The others, which are measured later, have the batch size that this one has found.
                     asked["batch_size"] = _measure_ours(contender, asked, Path(directory))

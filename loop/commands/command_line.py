@@ -36,7 +36,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check(words: Sequence[str]) -> None:
-    """Refuses words that no option can mean: an empty value is a variable of the shell that isn't set.
+    """Refuses words that no option can mean, whatever the command: an empty value is a shell's variable that isn't set.
 
     Raises:
         UsageError: there is one.
@@ -48,6 +48,10 @@ def check(words: Sequence[str]) -> None:
         is_empty_word = not word and re.fullmatch(r"--[a-z][a-z-]*", before)
         if is_empty_word or re.fullmatch(r"--[a-z-]+=", word):
             raise UsageError(f"{(word or before).rstrip('=')}: the value is empty: give one, or leave the option out")
+        if before == "--set" or word.startswith("--set="):
+            assignment = word.removeprefix("--set=")
+            if "=" not in assignment:  # `set_fields` would say so after TensorFlow has loaded
+                raise UsageError(f"--set {assignment}: give key=value")
 
 
 def number_or_word(text: str | None) -> int | str | None:

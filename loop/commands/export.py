@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from loop.backends.base import Backend
 from loop.commands import conversion, serving_layout
 from loop.data import Source
 from loop.errors import TrainingError, UsageError
+from loop.launch import signals
 from loop.model.variables import all_variables, is_legacy
 from loop.options import with_defaults
 from loop.run.result import read_weights
@@ -153,7 +153,7 @@ def _loaded_outputs(
     is_keras = out.suffix == ".keras"
     family = "tf_keras" if is_legacy(served.model) else "keras"
     how = {"call": served.skeleton() if is_keras else None, "family": family, "target": target}
-    with tempfile.TemporaryDirectory(prefix="tfloop-export-") as directory:
+    with signals.temporary_directory("tfloop-export-") as directory:
         question = Path(directory, "inputs.npz")
         answer = Path(directory, "outputs.npz")
         arrays = {name: texts_as_bytes(value) for name, value in inputs.items()}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -21,6 +20,7 @@ from callbacks.types import JsonObject
 from loop.commands import command_line, terminal
 from loop.commands.memory_measurements import Curve, Prober
 from loop.errors import UsageError
+from loop.launch import signals
 from loop.options import size_in_bytes
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def memory(
     """
     options = dict(options or {})
     arguments = [target, *command_line.arguments(options, assignments)]
-    with tempfile.TemporaryDirectory(prefix="tfloop-memory-", ignore_cleanup_errors=True) as directory:
+    with signals.temporary_directory("tfloop-memory-") as directory:
         prober = Prober(arguments, workers, batch_size, Path(directory), progress)
         plain = prober.curve(remat=False)
         own = plain.about["own"]

@@ -34,8 +34,9 @@ def tracker(
     tags: Sequence[str] = (),
     log_model: bool = False,
     register: str | None = None,
+    no_uri: str = ", or off",
 ) -> MLflowTracker | None:
-    """What follows a run, by what was typed; None: `--track off`.
+    """What follows a run, by what was typed; None: `--track off`. `no_uri`: what an error advises besides a URI.
 
     Raises:
         UsageError: one of them can't be, or not with another.
@@ -61,7 +62,7 @@ def tracker(
         what, fix = str(error).removeprefix("MLflowTracker(").split("): ", 1)
         names = {"uri": f"track {redact(track)}", "register": f"register {register}", "wait": f"track-wait {wait}"}
         if what.startswith("uri"):
-            fix += ", or off"
+            fix += no_uri
         raise UsageError(f"--{names[what.partition('=')[0]]}: {fix}") from None
     return None if track == "off" else made
 
@@ -87,7 +88,7 @@ def deliver(run_dir: Path, track: str | None, trusted: bool = False) -> None:
         UnsafeFileError: its mlflow.json isn't a file.
         TrainingError: the store did not take everything.
     """
-    if tracker(track) is None:
+    if tracker(track, no_uri="") is None:
         raise UsageError("--track off: there is nothing to deliver to: leave it out, or give a URI")
     if not _is_deliverable(run_dir):
         raise UsageError(f"{run_dir} isn't a run directory: it must have run.json and {journal.NAME}")

@@ -27,6 +27,7 @@ from callbacks.run_record.redaction import mask
 from callbacks.throughput_probe import ThroughputProbe
 from callbacks.types import JsonObject
 from loop.commands import command_line, terminal, trial
+from loop.launch import signals
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -93,7 +94,7 @@ def tune(
         UsageError: the task can't be trained at all.
         TrainingError: the training fails without changes.
     """
-    with tempfile.TemporaryDirectory(prefix="tfloop-tune-", ignore_cleanup_errors=True) as directory:
+    with signals.temporary_directory("tfloop-tune-") as directory:
         return _Tuner(arguments, seconds, rounds, Path(directory), progress).tune(only, batch_size)
 
 

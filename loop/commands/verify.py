@@ -7,7 +7,6 @@ import inspect
 import json
 import math
 import re
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from loop.backends.base import Backend
 from loop.commands import diagnose, terminal
 from loop.data import part
 from loop.errors import UsageError
+from loop.launch import signals
 from loop.model.variables import as_tf, trainable_variables, variable_names
 from loop.options import Options, phases_of, with_defaults
 from loop.run.session import Session
@@ -110,7 +110,7 @@ def verify(
     in_process = [Backend(), *(backends.create("mirrored", n) for n in replicas)]
     comparisons: list[Comparison] = []
     steps = 0
-    with tempfile.TemporaryDirectory(prefix="tfloop-verify-") as directory:
+    with signals.temporary_directory("tfloop-verify-") as directory:
         problem = ""
         if job is not None:
             progress(f"2 processes of {job_engine}")

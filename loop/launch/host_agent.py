@@ -17,12 +17,10 @@ import ipaddress
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import struct
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -30,7 +28,7 @@ from pathlib import Path
 from typing import IO
 
 from callbacks.files import ROOT, write_text
-from loop.launch import machine
+from loop.launch import machine, signals
 from loop.launch.agent_protocol import Facts, Message, Question
 from loop.launch.environment import JOB, LAUNCHER
 from loop.launch.process import WorkerProcess, printed_lines, start_worker, worker_command
@@ -56,7 +54,8 @@ def main() -> None:
         return
     threading.Thread(target=_beat, daemon=True).start()
     send(answer=facts(question))
-    _HostWorkers().obey(messages)
+    with signals.temporary_directory("tfloop-") as directory:
+        _HostWorkers(Path(directory)).obey(messages)
 
 
 def _first_question(messages: Iterator[Message]) -> Question | None:
@@ -97,9 +96,9 @@ def _beat() -> None:
 class _HostWorkers:
     """The workers of this host, by rank, and the directory in which they and the launcher exchange files."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path) -> None:
         self._workers: dict[int, WorkerProcess] = {}
-        self._directory = Path(tempfile.mkdtemp(prefix="tfloop-"))
+        self._directory = directory
         self._copiers: list[threading.Thread] = []
         self._over = threading.Event()  # no more workers will be started
         threading.Thread(target=self._report, daemon=True).start()
@@ -116,7 +115,7 @@ class _HostWorkers:
             time.sleep(0.1)
         for worker in workers:  # also one that has ended: it may have left processes behind
             worker.kill()
-        self._end(1)
+        signals.leave(1)
 
     def _carry_out(self, message: Message) -> None:
         if "start" in message:
@@ -164,11 +163,7 @@ class _HostWorkers:
             time.sleep(0.05)
         for thread in self._copiers:
             thread.join()
-        self._end(0)
-
-    def _end(self, code: int) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
-        os._exit(code)  # `_report` calls this, too: in a thread, `sys.exit` would end that thread alone
+        signals.leave(0)  # in this thread, `sys.exit` would end the thread alone
 
 
 def _copy(worker: WorkerProcess, stream: IO[bytes], rank: int) -> None:

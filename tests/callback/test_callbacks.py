@@ -44,7 +44,7 @@ def test_schedule(every, step, now, epoch_ended, due):
     assert Schedule(every).due(step, now, epoch_ended) is due
 
 
-@pytest.mark.parametrize("every", [0, -1, "10", "s", True, "daily", (), ("a",), [1, 2]])
+@pytest.mark.parametrize("every", [0, -1, "0s", "0.0m", "-1s", "10", "s", True, "daily", (), ("a",), [1, 2]])
 def test_schedule_refuses_nonsense(every):
     with pytest.raises(ValueError, match="isn't a schedule"):
         Schedule(every)
