@@ -9,12 +9,10 @@ from typing import Any
 from loop.backends.base import Backend
 from loop.checkpoint.array_files import Json
 from loop.errors import UsageError
-from loop.model.variables import all_variables
 from loop.run import run_directory
 from loop.run.result import check_is_path, read_weights
-from loop.run.session import Session, index_of, options_and_backend
-from loop.run.state import assign, numbered
-from loop.step import approximations
+from loop.run.session import NOT_TRAINED, Session, index_of, options_and_backend
+from loop.run.state import assign_model
 from loop.step.evaluation import Evaluation
 from loop.task import TrainTask, check_is_task
 
@@ -66,9 +64,7 @@ class Evaluator:
     def __init__(self, task: TrainTask, given: dict[str, Any]) -> None:
         self._task = task
         self._options, self._backend = options_and_backend(task, given)
-        # The training data isn't used; and the checkpoint's moving averages are loaded as the weights.
-        self._options |= {"eval_every": "epoch", "steps": 1, "drop_remainder": False, "overfit": None, "ema": None}
-        self._options |= approximations.OFF | {"shard_optimizer": False}
+        self._options |= NOT_TRAINED | {"eval_every": "epoch"}
         self._session: Session | None = None
         self._evaluations: dict[str, Evaluation] = {}
 
@@ -79,7 +75,7 @@ class Evaluator:
         with run_directory.of_a_run(path):
             index = index_of(self.manifest, self._task)
         session = self._in_phase(index)  # not within: an error of the task isn't one of the manifest
-        assign(numbered("model", all_variables(session.built.model)), weights)
+        assign_model(session.built.model, weights)
         metrics: dict[str, float] = {}
         for evaluation in self._evaluations.values():
             metrics |= evaluation.means(evaluation.whole())

@@ -21,12 +21,12 @@ from loop.commands import conversion, serving_layout
 from loop.data import Source
 from loop.errors import TrainingError, UsageError
 from loop.launch import signals
-from loop.model.variables import all_variables, is_legacy
+from loop.model.variables import is_legacy
 from loop.options import with_defaults
 from loop.run.result import read_weights
 from loop.run.serving import Served, save, served_by
-from loop.run.session import Session, index_of
-from loop.run.state import assign, numbered
+from loop.run.session import NOT_TRAINED, Session, index_of
+from loop.run.state import assign_model
 from loop.step.build import BuiltModel
 from loop.task import TrainTask, target_of
 
@@ -117,12 +117,12 @@ def rebuild(task: TrainTask, path: Path) -> tuple[BuiltModel, Source]:
     weights, manifest = read_weights(path)
     about = manifest["run"]
     # Nothing is trained: a length and a whole batch are asked of no data.
-    options = with_defaults(task, {}) | {"eval_every": "epoch", "steps": 1, "drop_remainder": False}
+    options = with_defaults(task, {}) | NOT_TRAINED | {"eval_every": "epoch"}
     # What the model itself is built by, as the run had it.
     for name in ("precision", "batch_size", "accumulate"):
         options[name] = about["options"][name]
     session = Session(task, Backend(), options, index_of(manifest, task), trained_on=about.get("replicas", 1))
-    assign(numbered("model", all_variables(session.built.model)), weights)
+    assign_model(session.built.model, weights)
     return session.built, session.data.eval or session.data.train
 
 

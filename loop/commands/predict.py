@@ -31,9 +31,8 @@ from loop.model.variables import all_variables
 from loop.run import run_directory
 from loop.run.result import check_is_path, read_weights
 from loop.run.serving import Served, plain_outputs, served_by
-from loop.run.session import Session, index_of, options_and_backend
-from loop.run.state import assign, numbered
-from loop.step import approximations
+from loop.run.session import NOT_TRAINED, Session, index_of, options_and_backend
+from loop.run.state import assign_model, numbered
 from loop.step.prediction import Prediction
 from loop.step.tracing import as_written
 from loop.target.fields import plain
@@ -110,14 +109,12 @@ def _session(task: TrainTask, run_or_model: Any, options: dict[str, Any], reads_
         weights = {}
         for name, variable in numbered("model", all_variables(run_or_model)).items():
             weights[name] = np.asarray(variable)
-    # The training data isn't used, unless it is asked for; the checkpoint's moving averages are loaded as the weights.
-    options |= {"eval_every": "epoch" if reads_eval else "never", "steps": 1, "shuffle": False, "ema": None}
-    options |= approximations.OFF | {"drop_remainder": False, "overfit": None, "shard_optimizer": False}
+    options |= NOT_TRAINED | {"eval_every": "epoch" if reads_eval else "never", "shuffle": False}
     with run_directory.of_a_run(str(run_or_model)):
         index = index_of(manifest, task)  # alone: an error of the task isn't one of the manifest
     # On one device, whatever backend shares the blocks: a block must be computed in the same graph everywhere.
     session = Session(task, Backend(), options, index, trained_on=1, change=_in_order)
-    assign(numbered("model", all_variables(session.built.model)), weights)
+    assign_model(session.built.model, weights)
     return session, fingerprint(*weights.values())
 
 

@@ -15,8 +15,8 @@ import tensorflow as tf
 from loop.checkpoint.writer import arrays
 from loop.data import Source, count
 from loop.errors import UsageError, message_of
-from loop.model.variables import all_variables, carried_variables, model_variables
-from loop.run.state import AVERAGES, assign, averaged, named_variables, numbered
+from loop.model.variables import carried_variables, model_variables
+from loop.run.state import AVERAGES, assign_model, averaged, named_variables
 from loop.step.build import BuiltModel
 from loop.step.example_trace import of_size, put_back
 from loop.step.replica import probing
@@ -61,7 +61,7 @@ def export_run(run: Run, out: Path) -> tuple[ServedArrays, ServedArrays]:
     data = run.step.data
     # In a model of its own: the run's variables may be on several devices or servers, and hold no averages.
     built = run.session.build_again()
-    assign(numbered("model", all_variables(built.model)), tensors)
+    assign_model(built.model, tensors)
     served = served_by(run.task, built, data.eval or data.train)
     save(served, out, out)
     return served.example(), served.outputs()

@@ -22,11 +22,19 @@ from loop.model.precision import keras_precision
 from loop.model.variables import learning_rates, model_variables
 from loop.options import Options, phases_of, with_defaults
 from loop.run.phases import PER_PHASE, options_of
-from loop.step import sharding
+from loop.step import approximations, sharding
 from loop.step.build import BuiltModel, build, try_evaluation
 from loop.step.observer import StepObserver
 from loop.step.train_step import EPOCH_ENDED, NOT_FINITE, TrainStep
 from loop.task import Dataset, Model, TrainTask
+
+NOT_TRAINED = approximations.OFF | {
+    "steps": 1, "drop_remainder": False, "overfit": None, "ema": None, "shard_optimizer": False,
+}  # fmt: skip
+"""The options with which a model is only used: all that a training alone, or several replicas, need is off.
+
+The moving averages of a checkpoint are loaded as the weights.
+"""
 
 
 class Session:

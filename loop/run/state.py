@@ -35,6 +35,7 @@ from loop.run.phases import recorded_batch_size
 from loop.run.progress import Progress
 from loop.step.build import BuiltModel
 from loop.step.sharding import SlicedVariable
+from loop.task import Model
 
 if TYPE_CHECKING:
     from loop.run.run import Run
@@ -344,6 +345,11 @@ def averaged(tensors: Arrays) -> Arrays:
         if name.startswith(AVERAGES):
             model[name.replace(AVERAGES, "model/", 1)] = value
     return model
+
+
+def assign_model(model: Model, tensors: Arrays) -> None:
+    """Gives a model the variables that `averaged` has returned; see `assign`."""
+    assign(numbered("model", all_variables(model)), tensors)
 
 
 def numbered(kind: str, variables: Sequence[keras.Variable | tf.Variable]) -> dict[str, Variable]:

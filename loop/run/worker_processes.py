@@ -23,14 +23,12 @@ from loop.checkpoint.store import address
 from loop.errors import BAD_INPUT, PREEMPTED, TrainingError, UsageError
 from loop.launch.environment import LAUNCHER, forget_inherited_job, job_size
 from loop.launch.process import WorkerProcess, printed_lines, start_worker, worker_command
-from loop.model.variables import all_variables
 from loop.options import DEFAULTS, with_defaults
 from loop.run.patched_classes import patched
 from loop.run.result import FitResult, read_weights
 from loop.run.run_directory import new_name
-from loop.run.session import Session, index_of
-from loop.run.state import assign, numbered
-from loop.step import approximations
+from loop.run.session import NOT_TRAINED, Session, index_of
+from loop.run.state import assign_model
 from loop.target import cells
 from loop.target.fields import plain, set_fields
 from loop.target.fields import typed as typed_field
@@ -276,9 +274,8 @@ def _model(task: TrainTask, options: Mapping[str, Any], directory: Path) -> Mode
     """The model with the weights that are the result of a run, on one device of this process."""
     weights, manifest = read_weights(directory)
     # The model is only built here: options that need several replicas, or a training, are off.
-    options = {**options, **approximations.OFF, "eval_every": "never", "steps": 1, "ema": None, "overfit": None}
-    options |= {"shard_optimizer": False, "drop_remainder": False}
+    options = {**options, **NOT_TRAINED, "eval_every": "never"}
     index = index_of(manifest, task)
     session = Session(task, Backend(), options, index, trained_on=manifest["run"].get("replicas", 1))
-    assign(numbered("model", all_variables(session.built.model)), weights)
+    assign_model(session.built.model, weights)
     return session.built.model
