@@ -38,21 +38,13 @@ _LARGEST = 2**53  # steps and examples are counted in 64 bits, and multiplied wi
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """An option of `fit`.
+    """An option of `fit`."""
 
-    Attributes:
-        name: the argument's name.
-        default: its value if neither the caller nor the task gives one.
-        is_valid: whether a value is valid.
-        fix: what to give instead of an invalid value.
-        is_kept: whether a resumed run must keep it, since another value would make it a different run.
-    """
-
-    name: str
-    default: object
-    is_valid: Rule
-    fix: str
-    is_kept: bool = False
+    name: str  # the argument's name
+    default: object  # its value if neither the caller nor the task gives one
+    is_valid: Rule  # whether a value is valid
+    fix: str  # what to give instead of an invalid value
+    is_kept: bool = False  # whether a resumed run must keep it, since another value would make it a different run
 
     def check(self, value: object) -> None:
         """Refuses an invalid value.

@@ -17,17 +17,11 @@ from loop.checkpoint.writer import arrays
 
 @dataclasses.dataclass
 class Kept:
-    """The content of a checkpoint, which a worker of an elastic job keeps in memory.
+    """The content of a checkpoint, which a worker of an elastic job keeps in memory."""
 
-    Attributes:
-        directory: the run directory.
-        tensors: by name.
-        state: everything else, as JSON values.
-    """
-
-    directory: Path
-    tensors: dict[str, tf.Tensor | np.ndarray]
-    state: Json
+    directory: Path  # the run directory
+    tensors: dict[str, tf.Tensor | np.ndarray]  # by name
+    state: Json  # everything else, as JSON values
 
     @property
     def path(self) -> Path:

@@ -33,19 +33,13 @@ class Snapshot:
     """A checkpoint that is not written yet.
 
     On workers other than the chief it has no tensors and no state; nor on the chief, if it could not be taken.
-
-    Attributes:
-        reason: why it was requested.
-        step: the number of steps made.
-        tensors: by name.
-        state: everything else, as JSON values.
-        part: the arrays of which this worker writes its part, by name.
     """
 
-    reason: str
-    step: int
-    tensors: dict[str, tf.Tensor | np.ndarray | InParts] = dataclasses.field(default_factory=dict)
-    state: Json = dataclasses.field(default_factory=dict)
+    reason: str  # why it was requested
+    step: int  # the number of steps made
+    tensors: dict[str, tf.Tensor | np.ndarray | InParts] = dataclasses.field(default_factory=dict)  # by name
+    state: Json = dataclasses.field(default_factory=dict)  # everything else, as JSON values
+    # The arrays of which this worker writes its part, by name.
     part: dict[str, tf.Tensor | np.ndarray] = dataclasses.field(default_factory=dict)
 
 

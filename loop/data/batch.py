@@ -29,42 +29,28 @@ EVALUATION_EPOCH = 1 << 31
 
 @dataclasses.dataclass(frozen=True)
 class BatchOptions:
-    """How a source is cut into global batches.
+    """How a source is cut into global batches."""
 
-    Attributes:
-        batch_size: the number of examples in a global batch, over all replicas.
-        seed: the seed of the permutations.
-        shuffle: whether array data is permuted anew in each epoch; a stream has its own order.
-        drop_remainder: whether a short last batch is left out.
-        prefetch: how many batches a stream reads ahead, or "auto". It doesn't change the results.
-    """
-
-    batch_size: int
-    seed: int = 0
-    shuffle: bool = False
-    drop_remainder: bool = False
-    prefetch: int | str = 2
+    batch_size: int  # the number of examples in a global batch, over all replicas
+    seed: int = 0  # the seed of the permutations
+    shuffle: bool = False  # whether array data is permuted anew in each epoch; a stream has its own order
+    drop_remainder: bool = False  # whether a short last batch is left out
+    prefetch: int | str = 2  # how many batches a stream reads ahead, or "auto". It doesn't change the results.
 
 
 class Rows(NamedTuple):
-    """A replica's rows of a (micro-)batch.
+    """A replica's rows of a (micro-)batch."""
 
-    Attributes:
-        batch: the examples, stacked along a first axis n; n may be 0.
-        first: the position of the first row that was shared out to the replica among those of all replicas; int64 [].
-        epoch: the epoch, from 0; int64 [].
-        number: the number of the (micro-)batch in the epoch, from 0; int64 [].
-        index: a number for each example that no other example of the epoch has: its index in array data, its position
-            in a stream; int64 [n].
-        kept: of the rows that were shared out to the replica, which ones are here: bool [shared out]. The others were
-            left out. None: all are.
-    """
-
-    batch: Batch
+    batch: Batch  # the examples, stacked along a first axis n; n may be 0
+    # The position of the first row that was shared out to the replica among those of all replicas; int64 [].
     first: tf.Tensor
-    epoch: tf.Tensor
-    number: tf.Tensor
+    epoch: tf.Tensor  # the epoch, from 0; int64 []
+    number: tf.Tensor  # the number of the (micro-)batch in the epoch, from 0; int64 []
+    # A number for each example that no other example of the epoch has: its index in array data, its position in a
+    # stream; int64 [n].
     index: tf.Tensor
+    # Of the rows that were shared out to the replica, which ones are here: bool [shared out]. The others were left
+    # out. None: all are.
     kept: tf.Tensor | None = None
 
     def without_skipped(self) -> Rows:
@@ -93,21 +79,13 @@ class Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RowCounts:
-    """The numbers of rows that `compute` may be called with, for the batches of a source.
+    """The numbers of rows that `compute` may be called with, for the batches of a source."""
 
-    Attributes:
-        batch_size: the number of examples in a global batch.
-        replicas: the number of replicas that share it.
-        parts: the number of micro-batches that it is cut into.
-        whole: the numbers of rows that a replica may get of a whole batch; increasing, without 0.
-        short: the same for a short last batch: [] if there is none, [0] if its size isn't known.
-    """
-
-    batch_size: int
-    replicas: int
-    parts: int
-    whole: list[int]
-    short: list[int]
+    batch_size: int  # the number of examples in a global batch
+    replicas: int  # the number of replicas that share it
+    parts: int  # the number of micro-batches that it is cut into
+    whole: list[int]  # the numbers of rows that a replica may get of a whole batch; increasing, without 0
+    short: list[int]  # the same for a short last batch: [] if there is none, [0] if its size isn't known
 
 
 def row_counts(batch_size: int, remainder: int | None, replicas: int, parts: int) -> RowCounts:

@@ -22,37 +22,23 @@ from loop.task import Batch
 
 
 class HandedOver(NamedTuple):
-    """Batches in a graph that the host has handed over.
+    """Batches in a graph that the host has handed over."""
 
-    Attributes:
-        first: the step of the first one within the epoch: int64 [].
-        end: the step behind the last one: int64 [].
-        starts: where the rows of each batch begin, and where those of the last one end: int64 [batches + 1, 1].
-        index: the indices of the examples: int64 [rows].
-        columns: the arrays: [rows, ...]; those that are padded: [rows of all examples, ...].
-        padded: how each padded column becomes batches, in the order of the columns.
-    """
-
-    first: tf.Tensor
-    end: tf.Tensor
-    starts: tf.Tensor
-    index: tf.Tensor
-    columns: list[tf.Tensor]
-    padded: list[_Padded]
+    first: tf.Tensor  # the step of the first one within the epoch: int64 []
+    end: tf.Tensor  # the step behind the last one: int64 []
+    starts: tf.Tensor  # where the rows of each batch begin, and where those of the last one end: int64 [batches + 1, 1]
+    index: tf.Tensor  # the indices of the examples: int64 [rows]
+    columns: list[tf.Tensor]  # the arrays: [rows, ...]; those that are padded: [rows of all examples, ...]
+    padded: list[_Padded]  # how each padded column becomes batches, in the order of the columns
 
 
 class _Padded(NamedTuple):
-    """How a padded array of `HandedOver` becomes batches.
+    """How a padded array of `HandedOver` becomes batches."""
 
-    Attributes:
-        offsets: where the rows of each example begin, and where those of the last one end: int64 [examples + 1].
-        starts: the same of each batch: int64 [batches + 1, 1].
-        widths: the length to which each batch is padded: int64 [batches].
-    """
-
+    # Where the rows of each example begin, and where those of the last one end: int64 [examples + 1].
     offsets: tf.Tensor
-    starts: tf.Tensor
-    widths: tf.Tensor
+    starts: tf.Tensor  # the same of each batch: int64 [batches + 1, 1]
+    widths: tf.Tensor  # the length to which each batch is padded: int64 [batches]
 
 
 class BatchLayout:

@@ -14,15 +14,10 @@ from loop.task import Batch
 
 @dataclasses.dataclass(frozen=True)
 class _Batching:
-    """A part of a pipeline that makes batches.
+    """A part of a pipeline that makes batches."""
 
-    Attributes:
-        size: the size of a batch; None: it isn't known.
-        drops_remainder: whether a short last batch is left out.
-    """
-
-    size: int | None
-    drops_remainder: bool
+    size: int | None  # the size of a batch; None: it isn't known
+    drops_remainder: bool  # whether a short last batch is left out
 
 
 def check_unbatched(dataset: tf.data.Dataset, what: str, padded: bool) -> None:

@@ -21,19 +21,12 @@ Read: TypeAlias = Example | Exception
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
-    """What an array of the examples is like.
+    """What an array of the examples is like."""
 
-    Attributes:
-        name: the name of the array; see `name_of`.
-        shape: the shape of the array in one example.
-        dtype: the dtype of the array in a batch; `object` for text.
-        padded: the number of axes, from the first on, that differ in size from example to example.
-    """
-
-    name: str | int
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    padded: int = 0
+    name: str | int  # the name of the array; see `name_of`
+    shape: tuple[int, ...]  # the shape of the array in one example
+    dtype: np.dtype  # the dtype of the array in a batch; `object` for text
+    padded: int = 0  # the number of axes, from the first on, that differ in size from example to example
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether an array of an example may have this shape."""

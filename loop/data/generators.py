@@ -15,15 +15,10 @@ from loop.errors import UsageError
 
 
 class OpenGenerator(NamedTuple):
-    """An iterator of Python from which an iterator of a pipeline reads.
+    """An iterator of Python from which an iterator of a pipeline reads."""
 
-    Attributes:
-        iterator: what the user's function has returned.
-        make: calls that function once more.
-    """
-
-    iterator: Iterator[object]
-    make: Callable[[], Iterator[object]]
+    iterator: Iterator[object]  # what the user's function has returned
+    make: Callable[[], Iterator[object]]  # calls that function once more
 
 
 def open_generators(dataset: tf.data.Dataset) -> list[OpenGenerator]:

@@ -73,19 +73,12 @@ def _checked(parts: Sequence[IndexedData], shares: Sequence[float]) -> np.ndarra
 
 
 class _Pattern(NamedTuple):
-    """The order of sources, which repeats.
+    """The order of sources, which repeats."""
 
-    Attributes:
-        sources: which source each example of the pattern comes from: int64 [examples].
-        ranks: how many examples of its source the pattern has before it: int64 [examples].
-        counts: how many examples of each source a pattern has: int64 [sources].
-        blocks: how often it is repeated in an epoch.
-    """
-
-    sources: np.ndarray
-    ranks: np.ndarray
-    counts: np.ndarray
-    blocks: int
+    sources: np.ndarray  # which source each example of the pattern comes from: int64 [examples]
+    ranks: np.ndarray  # how many examples of its source the pattern has before it: int64 [examples]
+    counts: np.ndarray  # how many examples of each source a pattern has: int64 [sources]
+    blocks: int  # how often it is repeated in an epoch
 
 
 def _pattern(sizes: Sequence[int], shares: np.ndarray) -> _Pattern:

@@ -25,16 +25,11 @@ class _Padded(NamedTuple):
 
     Along the last axis that differs, examples are cut into pieces. To look up whole pieces is several times as fast as
     to look up each position.
-
-    Attributes:
-        pieces: the pieces of all examples, and after them one that fills gaps: [pieces + 1, positions, ...].
-        shapes: the sizes of each example that may differ: int64 [examples, axes].
-        firsts: the index of the first piece of each example: int64 [examples].
     """
 
-    pieces: tf.Tensor
-    shapes: tf.Tensor
-    firsts: tf.Tensor
+    pieces: tf.Tensor  # the pieces of all examples, and after them one that fills gaps: [pieces + 1, positions, ...]
+    shapes: tf.Tensor  # the sizes of each example that may differ: int64 [examples, axes]
+    firsts: tf.Tensor  # the index of the first piece of each example: int64 [examples]
 
     @property
     def axes(self) -> int:

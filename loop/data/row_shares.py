@@ -12,23 +12,14 @@ from loop.data.batch import RowCounts, row_counts, rows
 
 @dataclasses.dataclass(frozen=True)
 class RowShares:
-    """The rows of the global batches of an epoch, shared out over replicas. A worker's replicas have adjacent rows.
+    """The rows of the global batches of an epoch, shared out over replicas. A worker's replicas have adjacent rows."""
 
-    Attributes:
-        size: the number of examples.
-        batch_size: the number of examples in a global batch.
-        drop_remainder: whether a short last batch is left out.
-        first: the index of the worker's first replica among all.
-        local: the number of replicas of the worker.
-        replicas: the number of all replicas.
-    """
-
-    size: int
-    batch_size: int
-    drop_remainder: bool
-    first: int = 0
-    local: int = 1
-    replicas: int = 1
+    size: int  # the number of examples
+    batch_size: int  # the number of examples in a global batch
+    drop_remainder: bool  # whether a short last batch is left out
+    first: int = 0  # the index of the worker's first replica among all
+    local: int = 1  # the number of replicas of the worker
+    replicas: int = 1  # the number of all replicas
 
     def extent(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Where the global batch at `step` begins in the order of the epoch, and how many rows it has."""

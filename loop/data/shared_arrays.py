@@ -71,19 +71,12 @@ def as_tensor(array: np.ndarray) -> tf.Tensor | None:
 
 @dataclasses.dataclass
 class _Memory:
-    """How another process finds the file of the memory: by the process that has made it.
+    """How another process finds the file of the memory: by the process that has made it."""
 
-    Attributes:
-        pid: the process.
-        descriptor: its number of the open file.
-        inode: the inode of the file, by which another process knows that it has found this one.
-        layout: the offset in bytes, the type and the shape of each array.
-    """
-
-    pid: int
-    descriptor: int
-    inode: int
-    layout: list[tuple[int, str, list[int]]]
+    pid: int  # the process
+    descriptor: int  # its number of the open file
+    inode: int  # the inode of the file, by which another process knows that it has found this one
+    layout: list[tuple[int, str, list[int]]]  # the offset in bytes, the type and the shape of each array
 
 
 class _Mapping(mmap.mmap):

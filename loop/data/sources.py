@@ -37,16 +37,11 @@ def unchanged(data: Dataset, options: Options) -> Dataset:
 
 @dataclasses.dataclass
 class Data:
-    """The sources of a run.
+    """The sources of a run."""
 
-    Attributes:
-        train: the training data.
-        eval: the evaluation data, or None; of several sets the first one.
-        eval_sets: several sets of evaluation data by name; empty if there is one set, or none.
-    """
-
-    train: Source
-    eval: Source | None
+    train: Source  # the training data
+    eval: Source | None  # the evaluation data, or None; of several sets the first one
+    # Several sets of evaluation data by name; empty if there is one set, or none.
     eval_sets: dict[str, Source] = dataclasses.field(default_factory=dict)
 
     @property

@@ -12,48 +12,28 @@ Hashes = Mapping[str, str | None]
 
 
 class Question(TypedDict, total=False):
-    """What the launcher's first message asks.
+    """What the launcher's first message asks."""
 
-    Attributes:
-        directory: the working directory of the workers.
-        interface: see `host_agent.meeting_place`.
-        files: the files whose hashes are asked for; see `host_agent.source_of`.
-        slots: how many workers the host has.
-    """
-
-    directory: str
-    interface: str | None
+    directory: str  # the working directory of the workers
+    interface: str | None  # see `host_agent.meeting_place`
     # `Host.ask` fills in both for its host.
-    files: list[str]
-    slots: int
+    files: list[str]  # the files whose hashes are asked for; see `host_agent.source_of`
+    slots: int  # how many workers the host has
 
 
 class Facts(TypedDict, total=False):
-    """What a host has: the answer to the first message.
+    """What a host has: the answer to the first message."""
 
-    Attributes:
-        problem: why the host can't take part; then there is nothing else.
-        versions: see `host_agent.versions`.
-        files: the hashes that were asked for.
-        ports: a free port for each worker.
-        interface: the network interface at which the hosts meet; None: it isn't known.
-        address: the address of this host there; None: it has none.
-        hostname: the name that the host has for itself.
-        hostname_is: the address to which this name resolves; None: to none of this host.
-        gpus: how many GPUs workers may use.
-        seen: the address of the launcher, as ssh has it; "": there is no ssh.
-    """
-
-    problem: str
-    versions: dict[str, str]
-    files: dict[str, str | None]
-    ports: list[int]
-    interface: str | None
-    address: str | None
-    hostname: str
-    hostname_is: str | None
-    gpus: int
-    seen: str
+    problem: str  # why the host can't take part; then there is nothing else
+    versions: dict[str, str]  # see `host_agent.versions`
+    files: dict[str, str | None]  # the hashes that were asked for
+    ports: list[int]  # a free port for each worker
+    interface: str | None  # the network interface at which the hosts meet; None: it isn't known
+    address: str | None  # the address of this host there; None: it has none
+    hostname: str  # the name that the host has for itself
+    hostname_is: str | None  # the address to which this name resolves; None: to none of this host
+    gpus: int  # how many GPUs workers may use
+    seen: str  # the address of the launcher, as ssh has it; "": there is no ssh
 
 
 class Writable(Protocol):

@@ -25,16 +25,11 @@ _END_GRACE = 10.0  # seconds that its thread has at the end: it may wait for std
 
 @dataclasses.dataclass
 class Limits:
-    """How many workers a job may have.
+    """How many workers a job may have."""
 
-    Attributes:
-        low: the fewest workers with which the job goes on.
-        high: the most workers that run at once.
-        discovery: a script that prints how many workers this machine has room for; None: their number is fixed.
-    """
-
-    low: int
-    high: int
+    low: int  # the fewest workers with which the job goes on
+    high: int  # the most workers that run at once
+    # A script that prints how many workers this machine has room for; None: their number is fixed.
     discovery: Path | None = None
 
 

@@ -24,17 +24,11 @@ _PAUSE = 1.0  # seconds between the loss of a worker and the start of another on
 
 @dataclasses.dataclass
 class ElasticWorker(JobWorker):
-    """A worker that runs. Its name is never used again in the job.
+    """A worker that runs. Its name is never used again in the job."""
 
-    Attributes:
-        host: the host that it runs on; None: this machine.
-        place: the last generation in which it was given a place; -1: none.
-        before: the generation before that, in which it had a place; -1: none.
-    """
-
-    host: Host | None = None
-    place: int = -1
-    before: int = -1
+    host: Host | None = None  # the host that it runs on; None: this machine
+    place: int = -1  # the last generation in which it was given a place; -1: none
+    before: int = -1  # the generation before that, in which it had a place; -1: none
 
     @property
     def address(self) -> str:

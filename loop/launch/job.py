@@ -32,19 +32,13 @@ _END_GRACE = 10.0  # seconds that the launcher has to end by itself after a seco
 
 
 class Outcome(NamedTuple):
-    """How a job has ended.
+    """How a job has ended."""
 
-    Attributes:
-        code: the exit code of the first worker that failed; `PREEMPTED`: a signal stopped all; 0: success.
-        error: its message; "": none.
-        result: the chief's result.
-        lost_run: of a job that has lost a host: the run directory in which it can go on, or "" if it had none yet;
-            None: it has lost none, or was asked to stop.
-    """
-
-    code: int
-    error: str
-    result: Result
+    code: int  # the exit code of the first worker that failed; `PREEMPTED`: a signal stopped all; 0: success
+    error: str  # its message; "": none
+    result: Result  # the chief's result
+    # Of a job that has lost a host: the run directory in which it can go on, or "" if it had none yet; None: it has
+    # lost none, or was asked to stop.
     lost_run: str | None = None
 
 
@@ -52,31 +46,20 @@ class Failure(NamedTuple):
     """A worker's failure. The smallest one is the failure of the job.
 
     The order of the fields is the order of comparison: any echo comes after its cause, then the first in time counts.
-
-    Attributes:
-        echo: whether it only repeats that another worker has failed.
-        time: when it failed.
-        code: its exit code.
-        error: its message.
     """
 
-    echo: bool
-    time: float
-    code: int
-    error: str
+    echo: bool  # whether it only repeats that another worker has failed
+    time: float  # when it failed
+    code: int  # its exit code
+    error: str  # its message
 
 
 @dataclasses.dataclass
 class JobWorker:
-    """A worker of a job.
+    """A worker of a job."""
 
-    Attributes:
-        name: its name in the job's directory: the files `rank-<name>.*` are its own.
-        process: its process, on this machine or on a host.
-    """
-
-    name: str
-    process: WorkerProcess | Remote
+    name: str  # its name in the job's directory: the files `rank-<name>.*` are its own
+    process: WorkerProcess | Remote  # its process, on this machine or on a host
 
 
 class Job(abc.ABC):

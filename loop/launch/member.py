@@ -29,27 +29,16 @@ Event = dict[str, int | str]
 
 
 class PlanFile(TypedDict):
-    """The newest plan.
+    """The newest plan."""
 
-    Attributes:
-        generation: its number.
-        broken: the newest generation that has lost a worker or a connection; -1: none.
-        events: all events of the job.
-        places: the environment variables of each member's place, by the name of the worker.
-        dropped: the names of workers that are to end.
-        end: why the job has ended; "": it goes on.
-        keeper: the worker that saves the run when the job ends; "": there is none.
-        run: the run directory; "": there is none yet.
-    """
-
-    generation: int
-    broken: int
-    events: Sequence[Event]
-    places: Mapping[str, dict[str, str]]
-    dropped: Sequence[str]
-    end: str
-    keeper: str
-    run: str
+    generation: int  # its number
+    broken: int  # the newest generation that has lost a worker or a connection; -1: none
+    events: Sequence[Event]  # all events of the job
+    places: Mapping[str, dict[str, str]]  # the environment variables of each member's place, by the name of the worker
+    dropped: Sequence[str]  # the names of workers that are to end
+    end: str  # why the job has ended; "": it goes on
+    keeper: str  # the worker that saves the run when the job ends; "": there is none
+    run: str  # the run directory; "": there is none yet
 
 
 _NO_PLAN = PlanFile(generation=-1, broken=-1, events=(), places={}, dropped=(), end="", keeper="", run="")

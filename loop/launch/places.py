@@ -28,19 +28,12 @@ _MOST_STEPS = 13
 
 
 class Place(NamedTuple):
-    """The place of a process in a job.
+    """The place of a process in a job."""
 
-    Attributes:
-        rank: its rank.
-        hosts: the host of each worker, by rank.
-        number: a number of the job. All its workers have the same; another job most probably has a different one.
-        owns_host: whether each host has one worker, which then uses all GPUs of its host.
-    """
-
-    rank: int
-    hosts: list[str]
-    number: int
-    owns_host: bool = False
+    rank: int  # its rank
+    hosts: list[str]  # the host of each worker, by rank
+    number: int  # a number of the job. All its workers have the same; another job most probably has a different one.
+    owns_host: bool = False  # whether each host has one worker, which then uses all GPUs of its host
 
 
 def find(environment: Mapping[str, str]) -> tuple[str, Place] | None:

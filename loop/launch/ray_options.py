@@ -19,25 +19,16 @@ _LOOPBACK = ("localhost", "127.0.0.1")
 
 
 class Request(NamedTuple):
-    """What a job asks of a Ray cluster.
+    """What a job asks of a Ray cluster."""
 
-    Attributes:
-        address: `host:port` of its head, or `auto`.
-        workers: the number of workers; of an elastic job, the greatest number.
-        fewest: the number of workers with which an elastic job begins; None: the job isn't elastic.
-        cpus: how many CPUs Ray reserves for each worker.
-        gpus: how many GPUs Ray reserves for each worker, if the cluster has any.
-        placement: one of `PLACEMENTS`.
-        backend: the backend that was asked for. The default of a single worker is `single`: the devices of this
-            machine, from which `auto` would be chosen, aren't those of the cluster.
-    """
-
-    address: str
-    workers: int
-    fewest: int | None
-    cpus: int
-    gpus: int
-    placement: str
+    address: str  # `host:port` of its head, or `auto`
+    workers: int  # the number of workers; of an elastic job, the greatest number
+    fewest: int | None  # the number of workers with which an elastic job begins; None: the job isn't elastic
+    cpus: int  # how many CPUs Ray reserves for each worker
+    gpus: int  # how many GPUs Ray reserves for each worker, if the cluster has any
+    placement: str  # one of `PLACEMENTS`
+    # The backend that was asked for. The default of a single worker is `single`: the devices of this machine, from
+    # which `auto` would be chosen, aren't those of the cluster.
     backend: str
 
 

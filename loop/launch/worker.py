@@ -36,21 +36,13 @@ Result = dict[str, Any] | None
 
 
 class Report(TypedDict):
-    """What a worker reports to the launcher when it ends.
+    """What a worker reports to the launcher when it ends."""
 
-    Attributes:
-        code: its exit code.
-        result: what the command has returned.
-        error: the message of its error; "": none.
-        echo: whether the error only repeats that another worker has failed.
-        time: when it ended.
-    """
-
-    code: int
-    result: Result
-    error: str
-    echo: bool
-    time: float
+    code: int  # its exit code
+    result: Result  # what the command has returned
+    error: str  # the message of its error; "": none
+    echo: bool  # whether the error only repeats that another worker has failed
+    time: float  # when it ended
 
 
 class Reporter(Protocol):

@@ -32,21 +32,14 @@ Run: TypeAlias = Callable[[Tensors, bool | None], Structure]
 
 @dataclasses.dataclass(frozen=True)
 class LayerCall:
-    """One call of a layer in the graph.
+    """One call of a layer in the graph."""
 
-    Attributes:
-        layer: the layer, or the operation of `keras.ops`.
-        inputs: the ids of the tensors that it takes.
-        outputs: the ids of the tensors that it returns.
-        sizes: how many floating-point numbers each output has for an example; lengths that aren't known count as 1.
-        run: calls the layer.
-    """
-
-    layer: Layer
-    inputs: list[int]
-    outputs: list[int]
+    layer: Layer  # the layer, or the operation of `keras.ops`
+    inputs: list[int]  # the ids of the tensors that it takes
+    outputs: list[int]  # the ids of the tensors that it returns
+    # How many floating-point numbers each output has for an example; lengths that aren't known count as 1.
     sizes: list[int]
-    run: Run
+    run: Run  # calls the layer
 
     @property
     def computed_size(self) -> int:
@@ -56,23 +49,15 @@ class LayerCall:
 
 @dataclasses.dataclass(frozen=True)
 class LayerGraph:
-    """The graph of a functional or sequential model.
+    """The graph of a functional or sequential model."""
 
-    Attributes:
-        owner: the object whose method `call` runs the graph.
-        calls: the calls of layers, in the order in which they run.
-        inputs: the ids of the input tensors.
-        outputs: the ids of the output tensors.
-        flat_inputs: returns the input tensors in order, from the arguments `inputs` and `mask` of `call`.
-        packed: returns the result of `call`, from the output tensors.
-    """
-
-    owner: Model
-    calls: list[LayerCall]
-    inputs: list[int]
-    outputs: list[int]
+    owner: Model  # the object whose method `call` runs the graph
+    calls: list[LayerCall]  # the calls of layers, in the order in which they run
+    inputs: list[int]  # the ids of the input tensors
+    outputs: list[int]  # the ids of the output tensors
+    # Returns the input tensors in order, from the arguments `inputs` and `mask` of `call`.
     flat_inputs: Callable[[Structure, Structure], list[tf.Tensor]]
-    packed: Callable[[list[tf.Tensor]], Structure]
+    packed: Callable[[list[tf.Tensor]], Structure]  # returns the result of `call`, from the output tensors
 
 
 def inner_layers(layer: Layer) -> list[Layer]:

@@ -20,19 +20,12 @@ _LIMITS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Calls of layers, one after the other in a graph.
+    """Calls of layers, one after the other in a graph."""
 
-    Attributes:
-        calls: the calls.
-        inputs: the ids of the tensors that it takes from the parts before it.
-        outputs: the ids of its tensors that are used after it.
-        remembered: whether its results are kept for the backward pass, as without recomputing.
-    """
-
-    calls: list[LayerCall]
-    inputs: list[int]
-    outputs: list[int]
-    remembered: bool
+    calls: list[LayerCall]  # the calls
+    inputs: list[int]  # the ids of the tensors that it takes from the parts before it
+    outputs: list[int]  # the ids of its tensors that are used after it
+    remembered: bool  # whether its results are kept for the backward pass, as without recomputing
 
 
 @dataclasses.dataclass(frozen=True)

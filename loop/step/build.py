@@ -51,37 +51,28 @@ from loop.task import Batch, Model, Optimizer, TrainTask
 
 @dataclasses.dataclass
 class BuiltModel:
-    """What a task has built.
-
-    Attributes:
-        model: the model.
-        optimizer: what `build_optimizer` returned: an optimizer, or a dict of them.
-        optimizers: by name, "" for a single one: each optimizer, and the indices of its variables among the model's
-            trainable ones.
-        minimized: the names of the values of each `step.minimize` of a training step, by the optimizer's name, "" for
-            all optimizers.
-        values: the names of the values of `compute`, the loss first; empty if the task has no `compute`, but a
-            training step of its own.
-        metrics: Keras metrics by the name of the value that they are updated with.
-        penalties: what has shown of the losses that the model's layers add.
-        lookups: the kind of reduction, by the variable's index, of gradients that keep a row for each lookup; see
-            `loop.step.lookups`.
-        tables: for each large variable whose rows may be gathered, by index: how many rows an example looks up.
-        fixed_rows: the number of rows that a batch must have; None: any number.
-        shards: the parts on which optimizers are built; None: they are built on whole variables.
-    """
+    """What a task has built."""
 
     model: Model
-    optimizer: Optimizer
+    optimizer: Optimizer  # what `build_optimizer` returned: an optimizer, or a dict of them
+    # By name, "" for a single one: each optimizer, and the indices of its variables among the model's trainable ones.
     optimizers: AssignedOptimizers
+    # The names of the values of each `step.minimize` of a training step, by the optimizer's name, "" for all
+    # optimizers.
     minimized: dict[str, list[str]]
+    # The names of the values of `compute`, the loss first; empty if the task has no `compute`, but a training step of
+    # its own.
     values: list[str]
-    metrics: dict[str, keras.metrics.Metric]
+    metrics: dict[str, keras.metrics.Metric]  # Keras metrics by the name of the value that they are updated with
+    # What has shown of the losses that the model's layers add.
     penalties: Penalties = dataclasses.field(default_factory=Penalties)
+    # The kind of reduction, by the variable's index, of gradients that keep a row for each lookup; see
+    # `loop.step.lookups`.
     lookups: dict[int, str] = dataclasses.field(default_factory=dict)
+    # For each large variable whose rows may be gathered, by index: how many rows an example looks up.
     tables: dict[int, int] = dataclasses.field(default_factory=dict)
-    fixed_rows: int | None = None
-    shards: Shards | None = None
+    fixed_rows: int | None = None  # the number of rows that a batch must have; None: any number
+    shards: Shards | None = None  # the parts on which optimizers are built; None: they are built on whole variables
 
     @property
     def variables(self) -> list[tf.Variable]:

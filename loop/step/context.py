@@ -26,41 +26,23 @@ from loop.task import Batch, TrainTask
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepContext:
-    """What all traces of a step share. A trace reads it, and changes only `computing`.
+    """What all traces of a step share. A trace reads it, and changes only `computing`."""
 
-    Attributes:
-        plan: the decisions that hold for every step.
-        task: the task.
-        built: the model and the optimizers of the task.
-        backend: the backend.
-        source: the training data.
-        computing: what tracing `compute` has shown so far.
-        layout: the layout of the totals.
-        marker: notes what this worker does within a call.
-        scale: the loss scale, with float16; else None.
-        averages: the moving averages of the weights.
-        state: the variables that the forward pass changes, such as BatchNorm's statistics.
-        statistics: those of them that may differ between replicas.
-        kept_batch: keeps the last batch of a stream that wasn't finite; None: the data isn't a stream.
-        observer: is called with what a step computes, if anything is to observe it.
-        remat: the layers that are computed again in the backward pass.
-    """
-
-    plan: StepPlan
+    plan: StepPlan  # the decisions that hold for every step
     task: TrainTask
-    built: BuiltModel
+    built: BuiltModel  # the model and the optimizers of the task
     backend: Backend
-    source: Source
-    computing: Computing
-    layout: TotalsLayout
-    marker: PhaseMarker
-    scale: LossScale | None
-    averages: Averages
-    state: list[tf.Variable]
-    statistics: list[tf.Variable]
-    kept_batch: KeptBatch | None
-    observer: StepObserver | None
-    remat: Remat
+    source: Source  # the training data
+    computing: Computing  # what tracing `compute` has shown so far
+    layout: TotalsLayout  # the layout of the totals
+    marker: PhaseMarker  # notes what this worker does within a call
+    scale: LossScale | None  # the loss scale, with float16; else None
+    averages: Averages  # the moving averages of the weights
+    state: list[tf.Variable]  # the variables that the forward pass changes, such as BatchNorm's statistics
+    statistics: list[tf.Variable]  # those of them that may differ between replicas
+    kept_batch: KeptBatch | None  # keeps the last batch of a stream that wasn't finite; None: the data isn't a stream
+    observer: StepObserver | None  # is called with what a step computes, if anything is to observe it
+    remat: Remat  # the layers that are computed again in the backward pass
 
     @cached_property
     def variables(self) -> list[Variable]:

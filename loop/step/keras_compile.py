@@ -33,23 +33,14 @@ Call: TypeAlias = tuple[Identifier, Tensors, Tensors, Tensors]
 
 
 class OutputLoss(NamedTuple):
-    """The loss of one output.
+    """The loss of one output."""
 
-    Attributes:
-        name: the name that Keras reports, without "_loss".
-        scale: the factor of this loss in the sum of all.
-        values: the values, multiplied by the weights: shape [n, ...]. No gradient flows to the weights.
-        count: what each example adds to the divisor: shape [n].
-        fixed: whether `count` is the same for each example, with any data.
-        summed: whether the loss is a sum, which is never divided.
-    """
-
-    name: str
-    scale: Scale
-    values: tf.Tensor
-    count: tf.Tensor
-    fixed: bool
-    summed: bool
+    name: str  # the name that Keras reports, without "_loss"
+    scale: Scale  # the factor of this loss in the sum of all
+    values: tf.Tensor  # the values, multiplied by the weights: shape [n, ...]. No gradient flows to the weights.
+    count: tf.Tensor  # what each example adds to the divisor: shape [n]
+    fixed: bool  # whether `count` is the same for each example, with any data
+    summed: bool  # whether the loss is a sum, which is never divided
 
     @property
     def has_divisor(self) -> bool:

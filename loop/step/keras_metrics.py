@@ -16,19 +16,12 @@ from loop.step.values import in_dtype, rows_of
 
 
 class _OutputMetric(NamedTuple):
-    """A metric of one output.
+    """A metric of one output."""
 
-    Attributes:
-        name: the name that is reported.
-        metric: the metric.
-        output: the index of the output.
-        by_weight: whether the metric is weighted.
-    """
-
-    name: str
-    metric: keras.metrics.Metric
-    output: int
-    by_weight: bool
+    name: str  # the name that is reported
+    metric: keras.metrics.Metric  # the metric
+    output: int  # the index of the output
+    by_weight: bool  # whether the metric is weighted
 
 
 class Metrics:

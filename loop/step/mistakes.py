@@ -14,15 +14,10 @@ from loop.task import Model, TrainTask
 
 
 class Mistake(NamedTuple):
-    """A mistake, and how it shows.
+    """A mistake, and how it shows."""
 
-    Attributes:
-        pattern: a regular expression that finds it in the message of an error.
-        fix: what to do, in one sentence; `{0}`, `{1}` stand for the groups of the pattern.
-    """
-
-    pattern: re.Pattern[str]
-    fix: str
+    pattern: re.Pattern[str]  # a regular expression that finds it in the message of an error
+    fix: str  # what to do, in one sentence; `{0}`, `{1}` stand for the groups of the pattern
 
 
 MISTAKES = (

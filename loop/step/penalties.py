@@ -19,15 +19,10 @@ from loop.task import Batch, Model, Values
 
 
 class Penalties(NamedTuple):
-    """What a trial has shown of the losses that layers add.
+    """What a trial has shown of the losses that layers add."""
 
-    Attributes:
-        vary: whether they depend on the rows of a batch, as penalties of activations do.
-        grow: whether one of them is a sum over the rows instead of a mean.
-    """
-
-    vary: bool = False
-    grow: bool = False
+    vary: bool = False  # whether they depend on the rows of a batch, as penalties of activations do
+    grow: bool = False  # whether one of them is a sum over the rows instead of a mean
 
 
 class PenaltyTrial:

@@ -24,49 +24,31 @@ BLOCK_BYTES = 1 << 26
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """The decisions that hold for every step.
+    """The decisions that hold for every step."""
 
-    Attributes:
-        dtype: the type in which losses, weights and sums are added up within a step.
-        precision: that of the run, a key of `loop.model.precision.PRECISIONS`.
-        batch_size: the size of the global batch.
-        accumulate: the number of micro-batches in a step.
-        local_steps: the number of steps between two averages of the replicas' weights; 1: gradients are reduced.
-        adasum: whether gradients are reduced by Adasum instead of a sum.
-        compression: the type in which gradients are sent; see `communication`.
-        groups: the number of collectives in which they are sent.
-        summed_loss: whether the loss is a sum over the batch, which is never divided by the weight.
-        divides_objective: whether the objective is divided by the weight before the backward pass, and not each
-            gradient after it. A single replica that has the whole batch at once knows the weight before.
-        loss_scaled: whether the loss is scaled for float16.
-        stops_at_bad_step: whether a step that isn't finite ends the run; otherwise it is skipped.
-        clip_norm: the greatest norm of all gradients together.
-        clip_value: the greatest absolute value of an element of a gradient.
-        row_gradients: the indices of the variables whose optimizer gets a sparse gradient of the replica as it is.
-        lookups: the kind of reduction, by the variable's index, of gradients that keep a row for each lookup; see
-            `loop.step.lookups`.
-        block_steps: the number of steps in one XLA program; 0: steps aren't compiled in blocks.
-        may_isolate: whether the forward and backward pass may become a graph of its own; see `ForwardPass`.
-    """
-
-    dtype: tf.DType
-    precision: str
-    batch_size: int
-    accumulate: int
-    local_steps: int
-    adasum: bool
-    compression: str
-    groups: int
-    summed_loss: bool
+    dtype: tf.DType  # the type in which losses, weights and sums are added up within a step
+    precision: str  # that of the run, a key of `loop.model.precision.PRECISIONS`
+    batch_size: int  # the size of the global batch
+    accumulate: int  # the number of micro-batches in a step
+    local_steps: int  # the number of steps between two averages of the replicas' weights; 1: gradients are reduced
+    adasum: bool  # whether gradients are reduced by Adasum instead of a sum
+    compression: str  # the type in which gradients are sent; see `communication`
+    groups: int  # the number of collectives in which they are sent
+    summed_loss: bool  # whether the loss is a sum over the batch, which is never divided by the weight
+    # Whether the objective is divided by the weight before the backward pass, and not each gradient after it. A
+    # single replica that has the whole batch at once knows the weight before.
     divides_objective: bool
-    loss_scaled: bool
-    stops_at_bad_step: bool
-    clip_norm: float | None
-    clip_value: float | None
+    loss_scaled: bool  # whether the loss is scaled for float16
+    stops_at_bad_step: bool  # whether a step that isn't finite ends the run; otherwise it is skipped
+    clip_norm: float | None  # the greatest norm of all gradients together
+    clip_value: float | None  # the greatest absolute value of an element of a gradient
+    # The indices of the variables whose optimizer gets a sparse gradient of the replica as it is.
     row_gradients: frozenset[int]
+    # The kind of reduction, by the variable's index, of gradients that keep a row for each lookup; see
+    # `loop.step.lookups`.
     lookups: Mapping[int, str]
-    block_steps: int
-    may_isolate: bool
+    block_steps: int  # the number of steps in one XLA program; 0: steps aren't compiled in blocks
+    may_isolate: bool  # whether the forward and backward pass may become a graph of its own; see `ForwardPass`
 
     @property
     def clips(self) -> bool:

@@ -48,15 +48,10 @@ _SOURCES = ("Const", "ReadVariableOp", "Placeholder")
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A forward pass that is being traced, and will be differentiated.
+    """A forward pass that is being traced, and will be differentiated."""
 
-    Attributes:
-        layers: the layers of the model.
-        compiled: whether XLA compiles the forward pass.
-    """
-
-    layers: Sequence[Layer]
-    compiled: bool
+    layers: Sequence[Layer]  # the layers of the model
+    compiled: bool  # whether XLA compiles the forward pass
 
 
 # Per thread, since the replicas of one process may be traced in threads of their own.

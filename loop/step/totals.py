@@ -89,17 +89,11 @@ class TotalsLayout:
 
 
 class CallResult(NamedTuple):
-    """What one compiled call of training returns.
+    """What one compiled call of training returns."""
 
-    Attributes:
-        made: the number of steps that were made.
-        ending: how the call ended: `GOING`, `EPOCH_ENDED`, `NOT_FINITE` or `LAST_SKIPPED`.
-        totals: the totals of the steps, with the states of metrics; float64.
-    """
-
-    made: int
-    ending: int
-    totals: np.ndarray
+    made: int  # the number of steps that were made
+    ending: int  # how the call ended: `GOING`, `EPOCH_ENDED`, `NOT_FINITE` or `LAST_SKIPPED`
+    totals: np.ndarray  # the totals of the steps, with the states of metrics; float64
 
 
 class CallLayout:

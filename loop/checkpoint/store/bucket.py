@@ -42,17 +42,11 @@ class DamagedError(StoreError):
 
 
 class Digest(NamedTuple):
-    """What identifies the content of a file.
+    """What identifies the content of a file."""
 
-    Attributes:
-        bytes: how many.
-        sha256: the hash of all.
-        etag: what a store of S3's kind has as its ETag, of one part or of several.
-    """
-
-    bytes: int
-    sha256: str
-    etag: str
+    bytes: int  # how many
+    sha256: str  # the hash of all
+    etag: str  # what a store of S3's kind has as its ETag, of one part or of several
 
 
 def digest_of(chunks: Iterator[bytes]) -> Digest:

@@ -48,24 +48,16 @@ class LeaseLostError(TrainingError):
 
 @dataclasses.dataclass
 class State:
-    """A state of a run in the store.
+    """A state of a run in the store."""
 
-    Attributes:
-        position: where it stands.
-        owner: host, pid, and more about the process that wrote it.
-        ttl: for how many seconds the owner is believed to live.
-        sealed: whether it says what is to be believed. The first state of a lease only takes it.
-        released: whether the owner has ended.
-        files: what is in the run directory: key, bytes and sha256 by path.
-        journal: the segments of the journal, in order: key, bytes and sha256.
-    """
-
-    position: Position
-    owner: JsonObject
-    ttl: float = TTL
-    sealed: bool = False
-    released: bool = False
+    position: Position  # where it stands
+    owner: JsonObject  # host, pid, and more about the process that wrote it
+    ttl: float = TTL  # for how many seconds the owner is believed to live
+    sealed: bool = False  # whether it says what is to be believed. The first state of a lease only takes it.
+    released: bool = False  # whether the owner has ended
+    # What is in the run directory: key, bytes and sha256 by path.
     files: JsonObject = dataclasses.field(default_factory=dict)
+    # The segments of the journal, in order: key, bytes and sha256.
     journal: list[JsonObject] = dataclasses.field(default_factory=list)
 
     @property
