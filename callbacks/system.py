@@ -53,13 +53,10 @@ class SystemMetrics(Callback):
         # Not made in the thread: the import of psutil there would hold the interpreter up while steps are made.
         with contextlib.suppress(Exception):  # best effort: a sandbox may hide the machine
             self._meter = _Meter(run)
-            self._start(run)
-
-    def _start(self, run: Run) -> None:
-        self._ended = threading.Event()  # of its own for each thread: one that hangs must not go on later
-        arguments = (run, self._ended)
-        self._thread = threading.Thread(target=self._follow, args=arguments, name="system metrics", daemon=True)
-        self._thread.start()
+            self._ended = threading.Event()  # of its own for each thread: one that hangs must not go on later
+            arguments = (run, self._ended)
+            self._thread = threading.Thread(target=self._follow, args=arguments, name="system metrics", daemon=True)
+            self._thread.start()
 
     def on_epoch_end(self, run: Run, metrics: Metrics) -> None:
         if self.runs_on == "chief":  # the exchange below is for all ranks

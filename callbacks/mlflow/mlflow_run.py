@@ -60,7 +60,8 @@ class MLflowRun:
 
     def _found(self, client: Foreign, parent_id: str | None) -> Foreign:
         # In this order: the run that the user has given, the one that was noted, one with our tag, a new one.
-        state = self._state_of_store()
+        is_of_store = self._state.get("uri") == redact(self.uri)
+        state = self._state if is_of_store else {}
         own_id = self._own_id()
         parent_id = parent_id or state.get("parent")
         parent = None
@@ -98,10 +99,6 @@ class MLflowRun:
 
     def _anew(self) -> str:
         return f"or remove {self.directory / STATE}, and a new run takes its place"
-
-    def _state_of_store(self) -> JsonObject:
-        """What `mlflow.json` says, if it is of this store."""
-        return self._state if self._state.get("uri") == redact(self.uri) else {}
 
     def _is_of_original(self, run: Foreign) -> bool:
         """Whether a run belongs to another directory that still exists, of which this one is a copy."""

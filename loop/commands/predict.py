@@ -85,7 +85,9 @@ def predict(
     if path is None and backend.workers > 1:  # each has its own blocks alone
         raise UsageError(f"predict() on {backend.workers} workers returns no arrays: give out='predictions.npy'")
 
-    session, weights = _session(task, run_or_model, options, _reads_eval(task, data))
+    # Without the method, an evaluation set may be named test.
+    reads_eval = is_own(data) and data != "train" and not (data == "test" and hasattr(task, "test_data"))
+    session, weights = _session(task, run_or_model, options, reads_eval)
     examples = _source(session, data)
     function = keras_precision(options["precision"])(_function(session, data))
     prediction = Prediction(session.built, examples, function, session.phase_options["seed"])
@@ -149,12 +151,6 @@ def _source(session: Session, data: Any) -> Source:
     if examples.endless:
         raise UsageError(f"{kind}.{data}_data() is endless: .take(n) gives it an end")
     return examples
-
-
-def _reads_eval(task: TrainTask, data: Any) -> bool:
-    """Whether the evaluation data is predicted on."""
-    # Without the method, an evaluation set may be named test.
-    return is_own(data) and data != "train" and not (data == "test" and hasattr(task, "test_data"))
 
 
 def _evaluated(session: Session, data: str) -> Source | None:

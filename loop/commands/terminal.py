@@ -166,7 +166,6 @@ def _text(cell: str) -> Text | str:
 
 
 def _table(rows: Sequence[Sequence[str]], head: Sequence[str], right: Collection[int], kept: Sequence[int]) -> Table:
-    """Some columns of rows."""
     from rich import box
     from rich.table import Table
 
@@ -234,7 +233,9 @@ def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str
         color = COLORS[index % len(COLORS)]
         letter = label if len(label) == 1 else MARKERS[index % len(MARKERS)]
         marker = letter if plain() else plotext.marker("braille", plotext.pixel(color))
-        steps, values = zip(*_thinned(points), strict=True)
+        # So many points as a plot can show. Without the last one, a curve would seem to end before the run's last step.
+        drawn = [*points[:: 1 + len(points) // 1000], points[-1]]
+        steps, values = zip(*drawn, strict=True)
         figure.draw(figure.signal(steps, values, marker=marker).lines())
         entry = f"{letter} {label}" if plain() and letter != label else label
         legend.append(colored(entry + _left_out(curves[label]), color))
@@ -263,12 +264,6 @@ def _left_out(points: Points) -> str:
 def _is_too_large(point: tuple[int, float]) -> bool:
     """Whether a value is finite, and too large to be plotted."""
     return _LARGEST <= abs(point[1]) < math.inf
-
-
-def _thinned(points: Points) -> Points:
-    """So many points as a plot can show, and the last one."""
-    # Without the last point, a curve would seem to end before the run's last step.
-    return [*points[:: 1 + len(points) // 1000], points[-1]]
 
 
 def _scale(ruler: Any, values: Sequence[float], form: str) -> None:

@@ -270,11 +270,6 @@ def _connected(typed: SimpleNamespace, place: Place) -> contextlib.AbstractConte
     return ssh.connect(place.hosts, place.backend, files, typed.interface, typed.remote_python)
 
 
-def _is_delivered(fields: Mapping[str, Any]) -> bool:
-    """Whether the store has all of a run that is kept in one; what it lacks, the run has said."""
-    return fields.get("run_dir") is None or address.is_delivered(Path(fields["run_dir"]))
-
-
 def _serve(threads: int) -> Outcome:
     """Serves the variables of a job, in a process that trains nothing."""
     with reporting():
@@ -325,8 +320,9 @@ def _work(
         # From here on, a signal no longer ends the process at once: the result is about to be reported.
         beginning.close()
         backend.close()
-        # The chief alone delivers; the others end before it has.
-        is_undelivered = backend.is_chief and not _is_delivered(fields)
+        # The chief alone delivers; the others end before it has. What the store lacks, the run has said.
+        directory = fields.get("run_dir")  # None: a dry run
+        is_undelivered = backend.is_chief and directory is not None and not address.is_delivered(Path(directory))
         code = PREEMPTED if fields["status"] == "preempted" or is_undelivered else 0
         report(code, None, fields)
     if JOB in os.environ:

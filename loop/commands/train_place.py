@@ -40,7 +40,7 @@ def read_place(typed: SimpleNamespace) -> Place:
     workers = sum(by_host.values()) or typed.workers
     limits = _limits(typed, typed_or_auto, workers)
     ray = ray_options.read_request(typed, limits)
-    devices = _devices(typed)
+    devices = None if typed.devices is None else machine.device_names(typed.devices.split(","))
     if limits is not None:  # the only backend that an elastic job can have
         asked = "horovod"
     elif ray is not None:
@@ -52,11 +52,6 @@ def read_place(typed: SimpleNamespace) -> Place:
     place = Place(backend, why, workers, by_host, ray, limits, devices)
     _check_fits(typed, place)
     return place
-
-
-def _devices(typed: SimpleNamespace) -> list[str] | None:
-    """The devices that were typed; None: none were."""
-    return None if typed.devices is None else machine.device_names(typed.devices.split(","))
 
 
 def _limits(typed: SimpleNamespace, backend: str, workers: int | None) -> Limits | None:

@@ -180,14 +180,6 @@ def split(tensors: Arrays, prefix: str) -> tuple[Arrays, Arrays]:
     return chosen, others
 
 
-def worker_state(run: Run) -> Json:
-    """The state of this worker alone: that of its generators, and of its callbacks."""
-    return {
-        **run.data.random_states(),
-        "callbacks": {key: json_state(key, callback) for key, callback in run.callbacks.items()},
-    }
-
-
 def gather(run: Run, fault_point: str | None = None) -> WorkerParts | None:
     """What a checkpoint has of each worker; None on all, if one of them has failed. All workers must call it.
 
@@ -197,7 +189,8 @@ def gather(run: Run, fault_point: str | None = None) -> WorkerParts | None:
     with run.defer_errors():  # the other workers wait for this one in the collectives below
         if fault_point is not None:
             fault_injection.reached(fault_point, run.backend.rank, run.progress.step)
-        parts = worker_state(run)
+        callbacks = {key: json_state(key, callback) for key, callback in run.callbacks.items()}
+        parts = {**run.data.random_states(), "callbacks": callbacks}
     workers = run.backend.gather_json(parts)
     states = streams(run)
     return WorkerParts(workers, states) if all(workers) else None

@@ -229,11 +229,8 @@ def _train(arguments: list[str]) -> Json:
     stdout = process.stdout
     assert stdout is not None
 
-    def read_results() -> None:
-        results.extend(printed_lines(process, stdout))
-
     # Both pipes are read at the same time: a full one would stop the process.
-    reader = Thread(target=read_results, daemon=True)
+    reader = Thread(target=lambda: results.extend(printed_lines(process, stdout)), daemon=True)
     reader.start()
     problem = ""
     try:
