@@ -11,7 +11,7 @@ from pathlib import Path
 
 from callbacks import files
 from callbacks.arguments import check
-from callbacks.base import Callback, Every, Metrics, Run, SettingsError
+from callbacks.base import Callback, Every, Metrics, Run, SettingsError, as_floats
 from callbacks.checkpoint import step_of
 from callbacks.epoch_lines import numbers
 from callbacks.formats import plural
@@ -20,6 +20,7 @@ from callbacks.run_record.history import as_numbers
 from callbacks.run_record.record import is_checkpoint
 from callbacks.run_record.redaction import tell
 from callbacks.side_process import SideProcess
+from callbacks.system import named_gpus
 from callbacks.types import JsonObject
 
 FOLDER = "evaluations.tmp"
@@ -202,7 +203,7 @@ class EvaluateBeside(Callback):
 
     def _write(self, run: Run, answer: JsonObject) -> None:
         step = answer["step"]
-        metrics = {name: float(value) for name, value in answer["metrics"].items()}  # nan is a text in JSON
+        metrics = as_floats(answer["metrics"])  # nan is a text in JSON
         self._metrics[step] = metrics
         position: JsonObject = {"step": step, "epoch": answer["epoch"]}  # of the checkpoint, not of the run by now
         if answer["phase"]:
@@ -216,10 +217,9 @@ def _visible(device: str) -> str:
     if device == "cpu":
         return "-1"
     index = device.partition(":")[2]
-    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if allowed is None:
+    names = named_gpus()
+    if names is None:
         return index
-    names = allowed.split(",")
     return names[int(index)] if int(index) < len(names) else "-1"
 
 

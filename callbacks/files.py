@@ -185,17 +185,6 @@ def lines(file: IO[bytes]) -> Iterator[bytes]:
         yield line
 
 
-def created(path: Path) -> IO[bytes]:
-    """Opens a new file for writing.
-
-    Raises:
-        FileExistsError: the name exists, if only as a link.
-    """
-    # O_EXCL refuses any name that exists, also a link that leads to nothing.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.fdopen(os.open(path, flags, 0o666), "wb")
-
-
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Adds the file's name to errors within it: the system's error for a full disk names no file."""
@@ -222,7 +211,8 @@ def replacing(path: Path, durable: bool = False, aside: Path | None = None) -> I
     partial = aside or _partial_name(path)
     partial.unlink(missing_ok=True)  # left over by a kill; a link is removed, not followed
     try:
-        with naming(path), created(partial) as file:
+        # "x" refuses any name that exists, also a link that leads to nothing.
+        with naming(path), partial.open("xb") as file:
             yield file
             file.flush()
             if durable:  # before the rename: after a power failure, the new name must not stand for an empty file
@@ -237,7 +227,6 @@ def replacing(path: Path, durable: bool = False, aside: Path | None = None) -> I
 
 
 def _partial_name(path: Path) -> Path:
-    """The name under which a file is written first."""
     name = f"{path.name}.tmp"
     if len(os.fsencode(name)) > 255:  # the most that file systems take
         name = f"{hashlib.sha256(os.fsencode(path.name)).hexdigest()}.tmp"

@@ -19,11 +19,6 @@ def round_number(value: float) -> str:
     return f"{value:.6g}"
 
 
-def grouped(count: float) -> str:
-    """A count with its digits in groups of three."""
-    return f"{count:,}"
-
-
 def plural(count: int, noun: str) -> str:
     """A count with its noun: "1 epoch", "2 epochs"."""
     ending = "" if count == 1 else "s"

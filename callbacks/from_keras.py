@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import ClassVar, Literal
 
 from callbacks.arguments import stored_number
 from callbacks.base import Callback, Metrics, Run, as_floats
 from callbacks.files import hidden_name, replacing
 from callbacks.learning_rate import optimizers_of, own_rate, rate_of
-from callbacks.types import Data, Foreign, Json, JsonObject, Optimizer
+from callbacks.types import Data, Foreign, Json, JsonObject
 
 _REPLACEMENTS = {
     "BackupAndRestore": "runs save and go on by themselves (callbacks.Checkpoint, resume='auto'): leave it out",
@@ -213,17 +213,10 @@ class _ModelView:
     def optimizer(self) -> Foreign:
         """The optimizer; several are in its attribute `optimizers`, as those of Keras that hold others."""
         optimizers = optimizers_of(self._run)
-        return optimizers[""] if "" in optimizers else _Optimizers(list(optimizers.values()))
+        return optimizers[""] if "" in optimizers else SimpleNamespace(optimizers=list(optimizers.values()))
 
     def __getattr__(self, name: str) -> Foreign:
         return getattr(vars(self)["_run"].model, name)
-
-
-class _Optimizers:
-    """Several optimizers in place of one."""
-
-    def __init__(self, optimizers: list[Optimizer]) -> None:
-        self.optimizers = optimizers
 
 
 def _share_rates(run: Run) -> None:
@@ -287,7 +280,7 @@ def _plain_attributes(callback: Foreign) -> dict[str, Json]:
     attributes = {}
     for name, value in vars(callback).items():
         if name not in skipped and _is_plain(value):
-            attributes[name] = _copied(value)
+            attributes[name] = json.loads(json.dumps(value))  # also of NumPy's floats
     return attributes
 
 
@@ -302,15 +295,7 @@ def _settings(callback: Foreign) -> set[str]:
 def _is_plain(value: object) -> bool:
     if isinstance(value, list):
         return all(map(_is_plain, value))
-    if isinstance(value, Mapping):
-        # Another kind of mapping, and keys that aren't texts, would come back from JSON as something else.
-        return type(value) is dict and all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    # Another kind of mapping, and keys that aren't texts, would come back from JSON as something else.
+    if type(value) is dict:
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
     return value is None or isinstance(value, bool | int | float | str)
-
-
-def _copied(value: Json) -> Json:
-    if isinstance(value, list):
-        return [_copied(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return float(value) if isinstance(value, float) else value  # of NumPy's type, too

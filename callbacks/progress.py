@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -40,7 +41,7 @@ class Progress(Callback):
         check(self, is_number(log_seconds, 0), "give a number of seconds >= 0", log_seconds=log_seconds)
         self.every = every
         self._started = False
-        self._show: Display | Relay = Relay() if os.environ.get(RELAY) == "relay" else Display(log_seconds=log_seconds)
+        self._show = _relay if os.environ.get(RELAY) == "relay" else Display(log_seconds=log_seconds).update
 
     def on_fit_start(self, run: Run) -> None:
         self._started = True
@@ -64,7 +65,7 @@ class Progress(Callback):
     def _update(self, state: State) -> None:
         # A terminal or a launcher that is gone isn't a reason to stop training.
         with contextlib.suppress(OSError):
-            self._show.update(state)
+            self._show(state)
 
     @staticmethod
     def _state(run: Run, kind: str, metrics: Mapping[str, float]) -> State:
@@ -82,11 +83,9 @@ class Progress(Callback):
         }
 
 
-class Relay:
-    """Writes states as marked lines on stderr."""
-
-    def update(self, state: State) -> None:
-        print(MARK + json.dumps(state), file=sys.stderr, flush=True)
+def _relay(state: State) -> None:
+    """Writes a state as a marked line on stderr."""
+    print(MARK + json.dumps(state), file=sys.stderr, flush=True)
 
 
 class Display:
@@ -211,39 +210,23 @@ def _beside_bar(state: State, room: int) -> str:
     return text
 
 
-class Stages:
-    """Shows the current stage of a command: with a bar on a terminal, with a line for each stage elsewhere.
+@contextlib.contextmanager
+def stages(total: int, stream: TextIO) -> Iterator[Callable[[str], None]]:
+    """Yields a function that shows the next stage of a command: on a terminal with a bar, else in a line of its own."""
+    if not stream.isatty():
+        yield lambda text: print(shown(text), file=stream, flush=True)
+        return
+    from tqdm import tqdm
 
-    Args:
-        total: the number of stages.
-        stream: where to draw.
-    """
+    form = "{percentage:3.0f}%|{bar:20}| {desc} [{elapsed}]"
+    with tqdm(total=total, file=stream, bar_format=form, dynamic_ncols=True, leave=False) as bar:
+        ended = itertools.count()  # the number of stages before the one that is shown
 
-    def __init__(self, total: int, stream: TextIO) -> None:
-        self._stream = stream
-        self._bar = None
-        if stream.isatty():
-            from tqdm import tqdm
+        def show(text: str) -> None:
+            bar.n = next(ended)
+            bar.set_description_str(shown(text))
 
-            form = "{percentage:3.0f}%|{bar:20}| {desc} [{elapsed}]"
-            self._bar = tqdm(total=total, file=stream, bar_format=form, dynamic_ncols=True, leave=False)
-        self._begun = False
-
-    def next(self, text: str) -> None:
-        """Shows that the next stage starts."""
-        text = shown(text)
-        if self._bar is None:
-            print(text, file=self._stream, flush=True)
-            return
-        if self._begun:  # the stage before has ended
-            self._bar.update()
-        self._begun = True
-        self._bar.set_description_str(text)
-
-    def close(self) -> None:
-        """Removes the bar."""
-        if self._bar is not None:
-            self._bar.close()
+        yield show
 
 
 @contextlib.contextmanager

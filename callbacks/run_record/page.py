@@ -110,7 +110,7 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    for function in (formats.number, formats.grouped, formats.lasting, formats.moment, formats.part_name):
+    for function in (formats.number, formats.lasting, formats.moment, formats.part_name):
         environment.filters[function.__name__] = function
     return environment
 

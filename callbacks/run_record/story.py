@@ -220,8 +220,10 @@ class Story:
         self.step = as_counter(entry.get("step"))
         if event in ("steps_end", "eval_end", "epoch_end"):
             self._measured(event, entry)
-        if event in _READERS:
-            _READERS[event](self, entry)
+        # Lines of other events have nothing but a time, a step and metrics.
+        reader: Callable[[JsonObject], None] | None = getattr(self, f"_on_{event}", None)
+        if reader is not None:
+            reader(entry)
 
     def _begin_attempt(self, time: float) -> None:
         # Noted at the time and the step of the attempt before, at which it was last seen.
@@ -244,43 +246,43 @@ class Story:
 
     # What the lines of each event add. A line may be damaged or a stranger's, so each value is checked.
 
-    def _restore(self, entry: JsonObject) -> None:
+    def _on_restore(self, entry: JsonObject) -> None:
         checkpoint = as_text(entry.get("checkpoint"))
         if self.timeline.attempts > 1 or checkpoint:
             self.fault(f"went on from {checkpoint or 'the start'}")
 
-    def _fit_start(self, entry: JsonObject) -> None:
+    def _on_fit_start(self, entry: JsonObject) -> None:
         self.about = as_dict(entry.get("about"))
         self.total_steps = as_count(entry.get("total_steps"))
         # From the `restore` line, the first one of an attempt, to this one.
         self.split.starting = self.timeline.seconds_of_attempt
 
-    def _phase_start(self, entry: JsonObject) -> None:
+    def _on_phase_start(self, entry: JsonObject) -> None:
         self.total_steps = as_count(entry.get("total_steps"))
 
-    def _call(self, entry: JsonObject) -> None:
+    def _on_call(self, entry: JsonObject) -> None:
         self.split.has_calls = True
         self.split.add(as_dict(entry.get("seconds")))
 
-    def _summary(self, entry: JsonObject) -> None:
+    def _on_summary(self, entry: JsonObject) -> None:
         self.split.ranks = [as_seconds(as_dict(seconds)) for seconds in as_list(entry.get("seconds"))]
         self.split.verdict = list(map(as_text, as_list(entry.get("text"))))
 
-    def _checkpoint(self, entry: JsonObject) -> None:
+    def _on_checkpoint(self, entry: JsonObject) -> None:
         self.saved[as_text(entry.get("checkpoint"))] = (as_text(entry.get("reason")), self.timeline.now)
 
-    def _exception(self, entry: JsonObject) -> None:
+    def _on_exception(self, entry: JsonObject) -> None:
         self.fault(recorded(mask(as_text(entry.get("error")))))
 
-    def _worker_gone(self, entry: JsonObject) -> None:
+    def _on_worker_gone(self, entry: JsonObject) -> None:
         self.fault(f"worker {as_text(entry.get('worker'))} gone: {as_text(entry.get('how'))}")
         self._end_is_known = True  # the `restore` line of the next attempt follows: the run was not killed
 
-    def _worker_joined(self, entry: JsonObject) -> None:
+    def _on_worker_joined(self, entry: JsonObject) -> None:
         self.fault(f"worker {as_text(entry.get('worker'))} joined")
         self._end_is_known = True
 
-    def _fit_end(self, entry: JsonObject) -> None:
+    def _on_fit_end(self, entry: JsonObject) -> None:
         self._end_is_known = True
         self.status = as_text(entry.get("status"))
         self.reason = as_text(entry.get("reason"))
@@ -290,18 +292,3 @@ class Story:
         if speed is not None and speed > 0:
             self.curves.speed[self.step] = speed
         self.split.add_total(as_dict(entry.get("seconds")))
-
-
-_READERS: dict[str, Callable[[Story, JsonObject], None]] = {
-    "restore": Story._restore,
-    "fit_start": Story._fit_start,
-    "phase_start": Story._phase_start,
-    "call": Story._call,
-    "summary": Story._summary,
-    "checkpoint": Story._checkpoint,
-    "exception": Story._exception,
-    "worker_gone": Story._worker_gone,
-    "worker_joined": Story._worker_joined,
-    "fit_end": Story._fit_end,
-}
-"""What reads the lines of each event; lines of other events have nothing but a time, a step and metrics."""

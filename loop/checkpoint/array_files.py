@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import ml_dtypes  # gives NumPy bfloat16 and its like by name
 import numpy as np
 
-from callbacks.files import created, reading
+from callbacks.files import reading
 
 Json: TypeAlias = dict[str, Any]
 """A JSON object, such as the manifest of a checkpoint, or a part of one."""
@@ -27,17 +27,11 @@ PART = re.compile(r"part-[0-9]{5}\.npz")
 
 @dataclasses.dataclass(frozen=True)
 class InParts:
-    """Takes the place of an array of which each worker writes a part.
+    """Takes the place of an array of which each worker writes a part."""
 
-    Attributes:
-        dtype: of the array.
-        shape: of the array.
-        elements: the size of each part. All parts together are the flat array, with zeros behind it.
-    """
-
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    elements: int
+    dtype: np.dtype  # of the array
+    shape: tuple[int, ...]  # of the array
+    elements: int  # the size of each part. All parts together are the flat array, with zeros behind it.
 
 
 def part_name(rank: int) -> str:
@@ -55,7 +49,7 @@ def write_arrays(path: Path, tensors: Mapping[str, np.ndarray | InParts]) -> Jso
     for name, array in tensors.items():
         if not isinstance(array, InParts):
             arrays[name] = array.view(_stored(array.dtype))
-    with created(path) as file:
+    with path.open("xb") as file:
         np.savez(file, allow_pickle=False, **arrays)
         # Before the hash is taken: what the manifest says must be on the disk.
         file.flush()

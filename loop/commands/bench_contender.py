@@ -13,6 +13,7 @@ from callbacks.files import write_text
 from callbacks.types import JsonObject
 from loop.errors import UsageError
 from loop.launch import stderr
+from loop.options import DEFAULTS, with_defaults
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -66,7 +67,6 @@ def _speed(task: TrainTask, asked: JsonObject) -> float:
 
 def _check(task: TrainTask) -> None:
     """Refuses tasks that a short loop doesn't train as tfloop does."""
-    from loop.options import DEFAULTS, with_defaults
     from loop.task import TrainTask
 
     precision = with_defaults(task, {})["precision"]
@@ -83,15 +83,12 @@ def _check(task: TrainTask) -> None:
 
 def _left_out(task: TrainTask) -> str:
     """The task's own options that a contender goes without, in words."""
-    from loop.options import DEFAULTS, with_defaults
-
     options = with_defaults(task, {})
     return ", ".join(f"{name}={options[name]!r}" for name in _OURS_ALONE if options[name] != DEFAULTS[name])
 
 
 def _clipped(task: TrainTask, gradients: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
     """The gradients, clipped as the task's own options say; None, of a variable without a gradient, stays."""
-    from loop.options import with_defaults
     from loop.step.gradients import clipped
 
     options = with_defaults(task, {})
@@ -118,7 +115,6 @@ def _batches(task: TrainTask, batch_size: int) -> tf.data.Dataset:
     import tensorflow as tf
 
     from loop.data import ArrayData
-    from loop.options import with_defaults
 
     data = task.train_data()
     if isinstance(data, ArrayData) and data.padding is None:

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from ml_dtypes import bfloat16
 
+from loop.errors import named
+
 
 def main(model: str, question: str, answer: str, how: str) -> None:
     """Loads the model, calls it, and writes what it returns."""
@@ -90,6 +92,4 @@ if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
     except Exception as error:
-        # In one line: `export` shows the last one of stderr.
-        first_line = str(error).strip().partition("\n")[0]
-        sys.exit(f"{type(error).__name__}: {first_line[:300]}")
+        sys.exit(named(error))  # in one line: `export` shows the last one of stderr

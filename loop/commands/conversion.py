@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loop.errors import UsageError
+from loop.errors import UsageError, named
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -22,11 +22,7 @@ OPSET = 18
 
 
 def check_installed(out: Path) -> None:
-    """Checks that the packages of a format are installed, without importing them.
-
-    Raises:
-        UsageError: a package is missing.
-    """
+    """Refuses a format whose packages are not installed. None of them is imported."""
     extra, modules = EXTRAS.get(out.suffix, ("", ()))
     for name in modules:
         if importlib.util.find_spec(name) is None:
@@ -36,8 +32,7 @@ def check_installed(out: Path) -> None:
 def convert(served: Served, partial: Path, out: Path) -> None:
     """Writes a model to `partial` as the ending of `out` asks for: `.onnx` or `.tflite`.
 
-    Raises:
-        UsageError: the format has no counterpart for an operation of the model.
+    Refuses a model with an operation that the format has no counterpart for.
     """
     writer = _write_onnx if out.suffix == ".onnx" else _write_litert
     function = served.named_function()
@@ -92,5 +87,4 @@ def _reason(error: Exception) -> str:
     operations = sorted(set(re.findall(r"'tf\.(\w+)' op", text)))
     if operations:
         return f"LiteRT has no operation for TensorFlow's {', '.join(operations)}"
-    first_line = text.strip().partition("\n")[0]
-    return f"the model can't be converted ({type(error).__name__}: {first_line[:300]})"
+    return f"the model can't be converted ({named(error)})"

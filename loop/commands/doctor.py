@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,12 +43,12 @@ def table(findings: Sequence[Finding]) -> Table:
     return terminal.table(rows, right=(0,))
 
 
-def _safely(part: object) -> Finding:
+def _safely(part: Callable[[], Finding]) -> Finding:
     """A finding also where the examination itself fails."""
     try:
-        return part()  # type: ignore[operator]
+        return part()
     except Exception as error:  # a broken installation is what this is here to find
-        name = getattr(part, "__name__", str(part)).strip("_")
+        name = part.__name__.strip("_")
         return finding(name, "broken", f"{type(error).__name__}: {error}", "install it anew: uv sync --reinstall")
 
 

@@ -22,7 +22,7 @@ from loop.options import Options, with_defaults
 
 if TYPE_CHECKING:
     from loop.backends.base import Backend
-    from loop.task import Batch, Model, TrainTask
+    from loop.task import Batch, TrainTask
 
 About: TypeAlias = Mapping[str, Any]
 """A JSON object with what is known of the task, or of a part of it."""
@@ -119,33 +119,19 @@ class _Look(Callback):
         self.about["metrics"] |= metrics
 
 
-class _RecordedModel:
-    """Takes the place of the model while `compute` is called, and keeps the model's outputs."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-        self.recorded: list[Tensors] = []
-
-    def __call__(self, *inputs: Any, **named: Any) -> Tensors:
-        self.recorded.append(self._model(*inputs, **named))
-        return self.recorded[-1]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
 def _outputs(run: Run, example: Batch) -> list[Tensors]:
-    """The model's outputs for a few examples; [] if `compute` calls only parts of it, or refuses the stand-in."""
+    """The model's outputs for a few examples; [] if `compute` calls only parts of it."""
     from loop.data import count
     from loop.model.precision import keras_precision
     from loop.step.replica import probing
+    from loop.task import ModelCalls
 
-    model = _RecordedModel(run.model)
+    calls = ModelCalls(run.model)
     probe = probing(int(count(example)))
     # Only the shapes are wanted: a mistake of `compute` itself comes again in the first step, with its own message.
-    with contextlib.suppress(Exception), run.backend.scope(), keras_precision(run.options["precision"]), probe:
-        run.task.compute(model, example, training=False)
-    return model.recorded
+    with contextlib.suppress(Exception), calls, run.backend.scope(), keras_precision(run.options["precision"]), probe:
+        run.task.compute(run.model, example, training=False)
+    return calls.results
 
 
 def _shapes(value: Tensors, example: Batch, size: int, name: str = "") -> list[JsonObject]:
@@ -184,7 +170,6 @@ def _learning_rates(run: Run) -> list[JsonObject]:
 
 
 def _elements(variables: list[Variable]) -> int:
-    """The number of elements of all variables."""
     return sum(int(variable.shape.num_elements()) for variable in variables)
 
 

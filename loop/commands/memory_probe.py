@@ -32,12 +32,11 @@ class MemoryProbe(Callback):
         import tensorflow as tf
 
         from loop.data import count
+        from loop.model.variables import bytes_of
 
         example = data.train.example
-        bytes_ = 0
-        for tensor in map(tf.constant, tf.nest.flatten(example)):
-            bytes_ += tensor.dtype.size * tensor.shape.num_elements()
-        self.about["example"] = bytes_ / int(count(example))  # it has a few rows
+        tensors = list(map(tf.constant, tf.nest.flatten(example)))
+        self.about["example"] = bytes_of(tensors) / int(count(example))  # it has a few rows
         return data
 
     def on_fit_start(self, run: Run) -> None:

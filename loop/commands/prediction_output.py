@@ -17,6 +17,7 @@ from loop.commands import command_line
 from loop.errors import UsageError
 from loop.launch.backend_choice import MOST_WORKERS
 from loop.launch.environment import JOB
+from loop.launch.machine import usable_cpus
 
 OUT_ENDINGS = (".parquet", ".npy", ".npz", ".jsonl")
 """The ends of the names of files that can be written."""
@@ -62,11 +63,7 @@ def is_own(data: object) -> bool:
 
 
 def check_data(data: str) -> None:
-    """Refuses data that can't be there.
-
-    Raises:
-        UsageError: no data of a task, and no file of inputs.
-    """
+    """Refuses data that isn't data of a task, and no file of inputs."""
     if is_own(data):
         return
     if Path(data).suffix not in INPUT_ENDINGS:
@@ -79,13 +76,9 @@ def check_data(data: str) -> None:
 
 
 def threads_for(out: Path, threads: int | None) -> int:
-    """TensorFlow's threads for an operation: those of an interrupted prediction, or as many as there are cores.
+    """TensorFlow's threads for an operation: those that were typed, of an interrupted prediction, or one for each core.
 
     The last bits of a sum depend on them: they must not depend on the number of workers.
-
-    Args:
-        out: the file.
-        threads: what was typed.
     """
     command_line.check_threads(threads)
     if threads is not None:
@@ -93,8 +86,7 @@ def threads_for(out: Path, threads: int | None) -> int:
     before = files.read_json(manifest_path(out)).get("threads")
     if isinstance(before, int) and 1 <= before <= MOST_WORKERS:  # the file may have been changed by hand
         return before
-    # Those that this process may use, which a container or `taskset` may have limited.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return usable_cpus()
 
 
 @contextlib.contextmanager

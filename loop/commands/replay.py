@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
@@ -59,13 +58,8 @@ class Replay:
 def replay(task: TrainTask, path: str | Path) -> Replay:
     """Makes a step once more that wasn't finite.
 
-    Args:
-        task: the task, with the hyperparameters of the run.
-        path: a directory `bad/step-...` of a run directory, or a run directory with one. It has the batch, the seeds,
-            and the weights before the step.
-
-    Raises:
-        UsageError: there is no such step, or the task builds another model.
+    `path` is a directory `bad/step-...` of a run directory, which has the batch, the seeds, and the weights before the
+    step; or a run directory with one.
     """
     path, manifest = locate(Path(path))
     bad = manifest["bad"]
@@ -223,6 +217,7 @@ def _shape(shown: Shown) -> str:
     return "x".join(map(str, shown.shape)) or "scalar"
 
 
-def as_json(replayed: Replay) -> str:
-    """A replay as JSON."""
-    return json.dumps(jsonable(dataclasses.asdict(replayed)))
+def as_json(replayed: Replay) -> JsonObject:
+    """A replay as JSON values."""
+    values: JsonObject = jsonable(dataclasses.asdict(replayed))
+    return values

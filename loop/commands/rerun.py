@@ -238,11 +238,5 @@ def lines(report: Rerun) -> Iterator[tuple[str, bool | None]]:
 
 def as_json(report: Rerun) -> dict[str, object]:
     """The result as JSON values."""
-    return {
-        "exact": report.exact,
-        "first": str(report.first),
-        "second": str(report.second),
-        "steps": list(report.steps),
-        "variables": report.variables,
-        "differing": report.differing,
-    }
+    paths = {"first": str(report.first), "second": str(report.second)}
+    return {"exact": report.exact, **report._asdict(), **paths}

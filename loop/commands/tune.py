@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import re
 import shlex
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -89,10 +87,6 @@ def tune(
     The arguments are those of `tfloop train`. Only these settings are tried, out of `TUNED`. Combinations that are
     close are tried in turns, so many rounds. The fastest batch size is taken only if asked for, since it changes what
     is learned. `progress` is called with a text that says what is being measured.
-
-    Raises:
-        UsageError: the task can't be trained at all.
-        TrainingError: the training fails without changes.
     """
     with signals.temporary_directory("tfloop-tune-") as directory:
         return _Tuner(arguments, seconds, rounds, Path(directory), progress).tune(only, batch_size)
@@ -276,10 +270,9 @@ def _others(now: Mapping[str, object], about: JsonObject) -> dict[str, list[obje
 
 def available() -> int:
     """The memory that is free on this machine, or left to this container, in bytes."""
-    free = [sys.maxsize]  # where neither says anything, nothing is refused
-    with contextlib.suppress(OSError):
-        [kilobytes] = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
-        free.append(1024 * int(kilobytes))
+    import psutil
+
+    free = [psutil.virtual_memory().available]
     with contextlib.suppress(OSError, ValueError):  # no control group, or "max"
         group = Path("/sys/fs/cgroup")
         limit = int((group / "memory.max").read_text())

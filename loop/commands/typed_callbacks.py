@@ -141,7 +141,7 @@ def _made(text: str) -> callbacks.Callback:
     try:
         inspect.signature(kind).bind(*positional, **named)
     except TypeError as error:
-        raise UsageError(f"--callback {text}: {error}: give {name}({_arguments(kind)})") from None
+        raise UsageError(f"--callback {text}: {error}: give {name}{_arguments(kind)}") from None
     try:
         callback: callbacks.Callback = kind(*positional, **named)
     except (TypeError, ValueError) as error:
@@ -150,14 +150,10 @@ def _made(text: str) -> callbacks.Callback:
 
 
 def _arguments(kind: Callable[..., object]) -> str:
-    """What a callback takes, as it is typed: `metric, patience=2`."""
-    shown = []
-    for name, parameter in inspect.signature(kind).parameters.items():
-        if parameter.default is parameter.empty:
-            shown.append(name)
-        else:
-            shown.append(f"{name}={parameter.default!r}")
-    return ", ".join(shown)
+    """What a callback takes, as it is typed: `(metric, patience=2)`."""
+    parameters = inspect.signature(kind).parameters.values()
+    untyped = [parameter.replace(annotation=parameter.empty) for parameter in parameters]
+    return str(inspect.Signature(untyped))
 
 
 def _parsed(text: str) -> tuple[str, list[object], dict[str, object]]:
@@ -184,7 +180,6 @@ def _parsed(text: str) -> tuple[str, list[object], dict[str, object]]:
 
 
 def _literal(node: ast.expr, text: str) -> object:
-    """The value of an argument."""
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import math
 import re
 import traceback
@@ -15,12 +14,13 @@ from typing import TypeAlias
 import keras
 import numpy as np
 
+from callbacks.types import JsonObject
 from loop import backends
 from loop.backends import devices
 from loop.backends.base import Backend
 from loop.commands import diagnose, terminal
 from loop.data import part
-from loop.errors import UsageError
+from loop.errors import UsageError, named
 from loop.launch import signals
 from loop.model.variables import as_tf, trainable_variables, variable_names
 from loop.options import Options, phases_of, with_defaults
@@ -92,18 +92,8 @@ def verify(
 
     The task's own options (`TrainTask.defaults`) are kept, except the length of the training, and those given here. It
     trains on one device, and on each of these numbers of devices: GPUs if there are enough, else logical CPU devices.
-
-    Args:
-        task: the task.
-        batch_size: the size of the global batch.
-        replicas: the numbers of devices.
-        job: records the task in real processes, into a directory; returns an error, or "". None: no processes.
-        job_engine: the backend of these processes.
-        progress: is called with a text that says what is being done.
-        compile: `graph` or `xla`.
-
-    Raises:
-        UsageError: the task can't be trained at all.
+    With a `job` it also trains in real processes of the backend `job_engine`: called with a directory, it records the
+    task there, and returns an error, or "". `progress` is called with a text that says what is being done.
     """
     compared_on = devices.alike(max(replicas))  # first: once TensorFlow has started, its devices can't be split
     # One replica is compared with itself, too: numbers that differ there are random.
@@ -167,8 +157,7 @@ def _why_not(task: TrainTask, error: BaseException) -> str:
     lines += map(int, re.findall(rf'File "{re.escape(file)}", line (\d+)', text))
     where = f" ({Path(file).name}, line {lines[-1]})" if lines else ""
     if not re.search(r"float32|\bfloat\b", text):
-        first_line = text.strip().partition("\n")[0]
-        return f"can't be computed{where}: {type(error).__name__}: {first_line[:200]}"
+        return f"can't be computed{where}: {named(error)}"
     return (
         f"not compared: the task has float32 written into it{where}; what counts is the comparison in float32. To "
         "compare in float64, too, use the dtype of the batch, or keras.config.floatx()"
@@ -322,14 +311,14 @@ def _read(directory: Path, precision: str) -> Arrays:
         return dict(file)
 
 
-def as_json(report: Report) -> str:
-    """The report as one line of JSON."""
+def as_json(report: Report) -> JsonObject:
+    """The report as JSON values."""
     fields = dataclasses.asdict(report)
     for comparison in fields["comparisons"]:
         for kind, value in comparison["differences"].items():
             if math.isnan(value):  # JSON has no nan
                 comparison["differences"][kind] = None
-    return json.dumps(fields)
+    return fields
 
 
 def lines(report: Report) -> Iterator[tuple[str, bool | None]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from callbacks.base import as_floats
 from callbacks.run_record import history
 from callbacks.run_record.journal import jsonable
 from loop.checkpoint.array_files import Json
@@ -53,8 +54,8 @@ class EpochMetrics:
         self.ended = stored["epoch_ends"]
         self.evaluating = stored["evaluating"]
         self.evaluated_at = {"": stored["evaluated_at"], **stored.get("evaluated_sets", {})}
-        self.eval_metrics = _as_floats(stored["eval_metrics"])
-        self.evaluated = _as_floats(stored.get("evaluated", {}))
+        self.eval_metrics = as_floats(stored["eval_metrics"])
+        self.evaluated = as_floats(stored.get("evaluated", {}))
         self.history = list(map(history.as_numbers, stored["history"]))
 
     def drop_evaluations(self, sets: Sequence[str]) -> None:
@@ -170,10 +171,6 @@ class EpochMetrics:
             self.history.pop()
         self.history.append(row)
         return metrics
-
-
-def _as_floats(stored: Json) -> dict[str, float]:
-    return {name: float(value) for name, value in stored.items()}
 
 
 def _no_steps(epoch: int, options: Options) -> Exception:

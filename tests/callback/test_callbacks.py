@@ -397,7 +397,7 @@ class Terminal(io.StringIO):
 
 def show(stream, quiet, **options):
     progress = Progress(every=1)
-    progress._show = Display(stream)
+    progress._show = Display(stream).update
     return fit(Plain(), callbacks=quiet(progress=progress), **options)
 
 

@@ -48,7 +48,7 @@ def terminal():
 
 def trained(display, quiet, *callbacks, **options):
     progress = Progress(every="1h")  # no refresh comes between the ends of epochs, as in a fast run
-    progress._show = display
+    progress._show = display.update
     return fit(Plain(), callbacks=quiet(progress=progress) + list(callbacks), batch_size=20, **options)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import typer
 
-from callbacks.progress import Stages
+from callbacks.progress import stages
 from callbacks.run_record.journal import jsonable
 from callbacks.run_record.redaction import redact, tell
 from loop.commands import command_line, terminal
@@ -42,10 +42,8 @@ def finish(
 def show(result: object, lines: Iterable[Line], as_json: bool) -> None:
     """Prints a result as JSON, or its lines: what is good in green, what is bad in red."""
     if as_json:
-        # A text is JSON already. Anything else may hold secrets, and numbers that JSON doesn't have.
-        if not isinstance(result, str):
-            result = json.dumps(jsonable(redact(result)))
-        print(result)
+        # It may hold secrets, and numbers that JSON doesn't have.
+        print(json.dumps(jsonable(redact(result))))
     else:
         terminal.write(_in_color(line) for line in lines)
 
@@ -68,8 +66,8 @@ def _in_color(line: Line) -> RenderableType:
 def shown_stages(total: int) -> Iterator[Callable[[str], None]]:
     """Yields a function that shows the next stage of a command, also while TensorFlow's output is hidden."""
     # A copy of stderr, because `quiet_start` turns the descriptor itself elsewhere.
-    with os.fdopen(os.dup(2), "w") as stderr, contextlib.closing(Stages(total, stderr)) as stages:
-        yield stages.next
+    with os.fdopen(os.dup(2), "w") as stderr, stages(total, stderr) as show_next:
+        yield show_next
 
 
 @contextlib.contextmanager
