@@ -246,7 +246,10 @@ def with_defaults(task: HasDefaults | None, given: Mapping[str, object]) -> Opti
     Raises:
         UsageError: an option that doesn't exist, or an invalid value.
     """
-    own = dict(getattr(task, "defaults", {}))
+    own = getattr(task, "defaults", {})
+    if not isinstance(own, Mapping):
+        raise UsageError(f"{type(task).__name__}.defaults is {own!r:.60}: give a dict, such as {{'epochs': 5}}")
+    own = dict(own)
     for name in own:
         if name not in DEFAULTS:
             raise UsageError(

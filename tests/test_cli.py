@@ -101,6 +101,15 @@ def test_stdout_that_takes_nothing_is_one_line(arguments, unbuffered):
     os.close(writer)
 
 
+def test_stderr_that_takes_nothing_changes_no_exit_code():
+    """A wrong input ended with 1, and a training whose log lay on a full disk did not start."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*TFLOOP, "train", "digits", "--epochs", "0"], stderr=full, cwd=ROOT, timeout=240)
+        assert done.returncode == 2
+        print_a_line = "from callbacks.run_record.redaction import tell; tell('a line')"
+        assert subprocess.run([sys.executable, "-c", print_a_line], stderr=full, cwd=ROOT, timeout=240).returncode == 0
+
+
 BEFORE_TENSORFLOW = [
     (["train", "digits", "--checkpoint-every", "0"], "--checkpoint-every 0: every=0 isn't a schedule: give"),
     (["train", "digits", "--checkpoint-every", "0s"], "--checkpoint-every 0s: every='0s' isn't a schedule: give"),

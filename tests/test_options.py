@@ -93,3 +93,10 @@ def test_numbers_of_numpy_are_python_s():
 def test_a_run_dir_that_is_no_path_is_one_line(run_dir, workers):
     with pytest.raises(UsageError, match=r"run_dir=.*: give a path, a URL, or None"):
         fit(Plain(), run_dir=run_dir, steps=1, workers=workers)
+
+
+@pytest.mark.parametrize("defaults", [None, [("epochs", 3)], "epochs=3"])
+def test_defaults_that_are_no_dict_are_refused(defaults):
+    task = type("Mine", (), {"defaults": defaults})()
+    with pytest.raises(UsageError, match=r"^Mine\.defaults is .*: give a dict, such as"):
+        with_defaults(task, {})

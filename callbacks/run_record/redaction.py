@@ -10,6 +10,7 @@ than `LEAST_DIGITS` digits, would hide harmless text too: these are hidden only 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import html
 import io
@@ -369,10 +370,11 @@ def shown(text: object) -> str:
 def tell(text: str, stream: TextIO | None = None) -> None:
     """Prints a text, of one line or several, without secrets and control characters; by default on stderr.
 
-    In a notebook it is stdout: stderr would look like an error.
+    In a notebook it is stdout: stderr would look like an error. A text that can't be printed is lost.
     """
     lines = "\n".join(map(printable, mask(text).split("\n")))
-    print(lines, file=stream or notebook.stream(), flush=True)
+    with contextlib.suppress(OSError):  # a terminal that is gone, a log on a full disk: nothing fails because of it
+        print(lines, file=stream or notebook.stream(), flush=True)
 
 
 class Masked(io.TextIOWrapper):

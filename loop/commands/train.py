@@ -134,8 +134,7 @@ def _tell_how_to_go_on(typed: SimpleNamespace, arguments: Sequence[str], fields:
         command.append("--resume=auto")
     if typed.run_dir is None:
         command += ["--run-dir", str(terminal.shown_path(directory))]
-    with contextlib.suppress(OSError):  # a terminal that is gone
-        tell(f"interrupted at step {fields['steps']:,}; go on with:\n{shlex.join(command)}")
+    tell(f"interrupted at step {fields['steps']:,}; go on with:\n{shlex.join(command)}")
 
 
 def _options(typed: SimpleNamespace) -> Options:

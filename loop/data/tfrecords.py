@@ -200,7 +200,10 @@ def _offsets_of_all(paths: Sequence[Path]) -> list[np.ndarray]:
 def _mapped(cache: Path) -> np.ndarray:
     """Offsets from a file of the cache."""
     # Mapped: the workers of a machine share these pages, and only those that are used are in memory.
-    return np.load(cache, mmap_mode="r", allow_pickle=False)
+    offsets: np.ndarray = np.load(cache, mmap_mode="r", allow_pickle=False)
+    if len(offsets) > 1 and not offsets[-1]:
+        raise ValueError("zeros, which a power failure has left: an earlier version's cache was not durable")
+    return offsets
 
 
 def _searched(path: Path, cache: Path) -> np.ndarray:

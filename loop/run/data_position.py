@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -137,5 +136,4 @@ class DataPosition:
 
 def _note(run: Run, text: str) -> None:
     if run.backend.is_chief:
-        with contextlib.suppress(OSError):  # a terminal that is gone
-            tell(f"note: {text}")
+        tell(f"note: {text}")

@@ -122,8 +122,8 @@ def shapes_hint(model: Model, batch: Batch, error: BaseException) -> str:
         if _SHAPES.search(line):
             cause = line.strip()
             break
-    # Without the names of TensorFlow's internal operations.
-    cause = re.sub(r"^.*?__wrapped__\w+_device_\S+\s*|\{\{[^}]*\}\}\s*|\s*\[Op:\w+\].*$", "", cause)
+    # Without the names of TensorFlow's internal operations, and without Keras's bold.
+    cause = re.sub(r"\x1b\[[0-9;]*m|^.*?__wrapped__\w+_device_\S+\s*|\{\{[^}]*\}\}\s*|\s*\[Op:\w+\].*$", "", cause)
     fix = _inputs_fix(model, batch, text) or _labels_fix(batch, text) or "look at the shapes of inputs and labels"
     return f"compute() can't take examples of {_shapes(batch)} ({cause.rstrip('.')[:300]}): {fix}"
 

@@ -113,7 +113,7 @@ def _check_names(values: object) -> None:
         got = f"a dict of {', '.join(map(str, values))}" if isinstance(values, dict) else type(values).__name__
         raise UsageError(f'compute() returned {got}: return a dict with a per-example "loss", as in {{"loss": values}}')
     for name in values:
-        if not isinstance(name, str) or name in ("epoch", "step", "examples") or name.startswith("eval_"):
+        if not isinstance(name, str) or name in ("", "epoch", "step", "examples") or name.startswith("eval_"):
             raise UsageError(
                 f"compute() returned a value named {name!r}: that is what the loop itself counts or evaluates, or no "
                 "text; give it another name"

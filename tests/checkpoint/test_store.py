@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import re
 import shutil
 from urllib.parse import quote
@@ -14,7 +15,7 @@ from callbacks import Callback, Checkpoint, MLflowTracker
 from loop import fit
 from loop.checkpoint import checkpoint_files, lock
 from loop.checkpoint.store import address, copies, mirror
-from loop.checkpoint.store.bucket import Bucket, DamagedError, StoreError
+from loop.checkpoint.store.bucket import PART, Bucket, DamagedError, StoreError
 from loop.checkpoint.store.lease import Lease, State, believed
 from loop.commands import runs
 from loop.commands.cli.runs import _confirm_removal
@@ -370,6 +371,15 @@ def test_large_files_travel_in_parts(store, url, tmp_path):
     assert about["e_tag"].strip('"') == digest.etag
     bucket.download("data/large", tmp_path / "back", digest.bytes, digest.sha256)
     assert (tmp_path / "back").read_bytes() == path.read_bytes()
+
+
+def test_of_an_object_that_is_too_long_the_rest_is_not_brought(tmp_path):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "large").write_bytes(bytes(3 * PART))
+    brought = []
+    with pytest.raises(DamagedError, match="has changed since it was written"):
+        Bucket(f"file://{tmp_path}/store")._write("large", io.BytesIO(), 5, "0", lambda: brought.append(None))
+    assert len(brought) == 1
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,16 @@ def test_a_damaged_cache_is_made_anew(damaged, tmp_path, cache):
     assert all(file.stat().st_size > 100 for file in (cache / "records").iterdir())
 
 
+def test_zeros_in_the_cache_are_not_believed(tmp_path, cache):
+    """All examples were then the first record of its file, without a word."""
+    pattern = _write(tmp_path)
+    expected = [*loop.records(pattern)]
+    for file in (cache / "records").iterdir():
+        header = file.read_bytes()[:128]
+        file.write_bytes(header.ljust(file.stat().st_size, b"\0"))
+    assert [*loop.records(pattern)] == expected
+
+
 @pytest.mark.parametrize("kept", [0, 300])
 def test_a_parquet_file_in_the_cache_that_is_cut_off_is_made_anew(kept, tmp_path, cache):
     path = tmp_path / "data.parquet"

@@ -454,6 +454,7 @@ def test_value_of_each_pair_of_examples_is_refused(quiet):
         ("weight", None, '"weight" as NoneType: return a tensor'),
         ("more", (tf.zeros([3, 1]), tf.zeros([3, 2])), '"more" as tuple: return a tensor'),
         (1, tf.zeros([3]), "a value named 1"),
+        ("", tf.zeros([3]), "a value named ''"),
         ("epoch", tf.zeros([3]), "a value named 'epoch'"),  # would take the place of the counter in `history`
         ("eval_loss", tf.zeros([3]), "a value named 'eval_loss'"),
     ],

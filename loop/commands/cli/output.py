@@ -77,6 +77,5 @@ def stopped_clean(left: str) -> Iterator[None]:
         with signals.interrupting(always=[signal.SIGINT]):  # which a shell has ignored in the background
             yield
     except KeyboardInterrupt:
-        with contextlib.suppress(OSError):  # a terminal that is gone
-            tell(f"stopped: {left}")
+        tell(f"stopped: {left}")
         raise typer.Exit(PREEMPTED) from None
