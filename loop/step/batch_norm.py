@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
 
 from loop.model.variables import Layer, all_variables, as_tf, layers, trainable_variables
 from loop.step.replica import Replica, current
@@ -74,6 +75,12 @@ def seeds(model: Model) -> list[tf.Variable]:
     for layer in layers(model):
         generators += getattr(layer, "_seed_generators", [])  # tf_keras counts no seeds
     return as_tf([generator.state for generator in generators])
+
+
+def global_seeds() -> list[tf.Variable]:
+    """The state of Keras's global seed generator, if there is one."""
+    generator = global_state.get_global_attribute("global_seed_generator")
+    return [] if generator is None else as_tf([generator.state])
 
 
 def normalized_kernels(model: Model) -> list[tf.Variable]:

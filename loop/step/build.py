@@ -28,10 +28,10 @@ from loop.model.variables import (
     variable_names,
 )
 from loop.step import lookups, sharding
+from loop.step.batch_norm import global_seeds
 from loop.step.example_trace import (
     Trial,
     check_stateful,
-    global_seeds,
     held_by,
     of_size,
     put_back,
@@ -41,7 +41,7 @@ from loop.step.example_trace import (
 from loop.step.hints import hinted
 from loop.step.metric_sums import checked_metrics
 from loop.step.mistakes import ERRORS, check_dtypes, check_optimizer_is_given
-from loop.step.neighbors import warn_of_loss, warn_of_state
+from loop.step.neighbors import warn_of_loss, warn_of_minimized, warn_of_state
 from loop.step.optimizers import AssignedOptimizers, assign_optimizers, check_are_new, made_for
 from loop.step.penalties import Penalties, PenaltyTrial
 from loop.step.replica import as_in_replica, probing
@@ -145,7 +145,8 @@ def build(
         minimized = {"": names}
         if type(task).train_step is not TrainTask.train_step:  # which may make variables of its own
             with put_back(_state(task, model, made, backend)):
-                minimized = tried_step(task, optimizer, model, trial, backend)
+                watch = functools.partial(warn_of_minimized, trial, model)
+                minimized = tried_step(task, optimizer, model, trial, backend, watch)
         _check_trainable(task, model)
         check_dtypes(model)
         optimizers = assign_optimizers(task, model, optimizer)

@@ -24,7 +24,8 @@ from loop.data import (
 )
 from loop.data.host_random import random_state
 from loop.errors import UsageError
-from loop.step.example_trace import global_seeds, of_size, recorded
+from loop.step.batch_norm import global_seeds
+from loop.step.example_trace import of_size, recorded
 from loop.step.mistakes import explained
 from loop.step.replica import CollectiveNeededError, Replica, within
 from loop.step.totals import Parts

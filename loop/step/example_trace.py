@@ -9,7 +9,6 @@ from typing import Any, TypeAlias, TypeVar
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common import global_state
 
 from loop.backends.base import Backend
 from loop.data import RowCounts
@@ -22,6 +21,8 @@ from loop.task import Batch, Model, Optimizer, TrainTask, Values
 
 Compute: TypeAlias = Callable[[Batch], Values]
 """A function of a batch that returns what `TrainTask.compute` would."""
+Watch: TypeAlias = Callable[[Compute, Sequence[str]], None]
+"""A function that is called with a function of a batch, and the names of its values."""
 T = TypeVar("T")
 
 
@@ -107,6 +108,7 @@ class Trial:
         """Calls `compute` with a few examples, and with one of them; returns the names of the values."""
         metrics = self.metrics
         n = _rows(self.example)
+        self.seen = None  # what an earlier function has returned
         gathers_before = all_gathers()
 
         with probing(n):
@@ -272,16 +274,18 @@ class StepTrial:
         model: the model.
         trial: tries the functions that `minimize` is called with.
         backend: the backend, in whose scope it is.
+        watch: called with each function, after it was tried, and the names of its values.
 
     Attributes:
         minimized: the names of the values of each `minimize`, by the optimizer's name.
     """
 
-    def __init__(self, names: Sequence[str], model: Model, trial: Trial, backend: Backend) -> None:
+    def __init__(self, names: Sequence[str], model: Model, trial: Trial, backend: Backend, watch: Watch) -> None:
         self._names = names
         self._model = model
         self._trial = trial
         self._backend = backend
+        self._watch = watch
         self.minimized: dict[str, list[str]] = {}
 
     def minimize(self, values: Compute, optimizer: str = "") -> dict[str, tf.Tensor]:
@@ -294,7 +298,9 @@ class StepTrial:
         if optimizer and optimizer not in self._names:
             existing = ", ".join(self._names) or "only one, without a name"
             raise UsageError(f"step.minimize(..., {optimizer!r}): build_optimizer() has no such optimizer ({existing})")
-        names = self._trial.names(as_in_replica(self._backend, values))
+        compute = as_in_replica(self._backend, values)
+        names = self._trial.names(compute)
+        self._watch(compute, names)
         if self.minimized.setdefault(optimizer, names) != names:
             raise UsageError(
                 f"step.minimize(..., {optimizer!r}) was called with values {', '.join(self.minimized[optimizer])}, and "
@@ -307,11 +313,14 @@ class StepTrial:
 
 
 def tried_step(
-    task: TrainTask, optimizer: Optimizer, model: Model, trial: Trial, backend: Backend
+    task: TrainTask, optimizer: Optimizer, model: Model, trial: Trial, backend: Backend, watch: Watch
 ) -> dict[str, list[str]]:
-    """Tries the task's own `train_step`; returns the names of the values of each `step.minimize` in it."""
+    """Tries the task's own `train_step`; returns the names of the values of each `step.minimize` in it.
+
+    See `StepTrial` for `watch`.
+    """
     names = list(optimizer) if isinstance(optimizer, Mapping) else []
-    step = StepTrial(names, model, trial, backend)
+    step = StepTrial(names, model, trial, backend, watch)
     task.train_step(model, step)
     if not step.minimized:
         raise UsageError("train_step() never called step.minimize(...): nothing is trained")
@@ -388,9 +397,3 @@ def members(value: object) -> Iterable[object]:
     if isinstance(value, list | tuple):
         return value
     return (value,)
-
-
-def global_seeds() -> list[tf.Variable]:
-    """The state of Keras's global seed generator, if there is one."""
-    generator = global_state.get_global_attribute("global_seed_generator")
-    return [] if generator is None else as_tf([generator.state])

@@ -12,7 +12,8 @@ import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps_utils  # there is no public way to ask what a graph changes
 
 from loop.model.variables import Variable, as_tf, layers, made_variables
-from loop.step.example_trace import global_seeds, held_by, members
+from loop.step.batch_norm import global_seeds
+from loop.step.example_trace import held_by, members
 from loop.task import Model, TrainTask
 
 _REMEDY = (

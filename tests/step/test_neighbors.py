@@ -228,3 +228,97 @@ def test_examples_that_are_mixed_in_training_alone_are_said(quiet):
 def test_examples_that_are_mixed_beside_random_layers_are_said(task, quiet):
     with pytest.warns(UserWarning, match="depends on the other examples of its batch, of which each of 2 replicas"):
         fit(task, backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
+
+
+@dataclass
+class Views(Prime):
+    """Two views of each example go through the model as one batch, one after the other or side by side."""
+
+    beside: bool = False
+
+    def compute(self, model, batch, training):
+        inputs, labels, weight = batch
+        views = tf.stack([inputs, inputs[:, ::-1]], 1 if self.beside else 0)
+        outputs = model(tf.reshape(views, [-1, 5]), training=training)
+        outputs = tf.reshape(outputs, [-1, 2] if self.beside else [2, -1])
+        loss = tf.reduce_sum((outputs - (labels if self.beside else labels[:, 0])) ** 2, 1 if self.beside else 0)
+        # So great that what the draws make of it is a small part of it, as for a model that isn't trained yet.
+        return {"loss": loss + 100, "weight": weight}
+
+
+class StepOfViews(Views):
+    def train_step(self, model, step):
+        step.minimize(lambda batch: self.compute(model, batch, training=True))
+
+    def compute(self, model, batch, training):
+        return super().compute(model, batch, training) if training else Prime.compute(self, model, batch, training)
+
+
+@pytest.mark.parametrize("kind", [Views, StepOfViews])
+def test_draws_for_several_batches_as_one_are_said(kind, quiet):
+    two = backends.create("mirrored", 2)
+    with pytest.warns(UserWarning, match="where Dropout or noise gets several batches as one"):
+        fit(kind(dtype="float64", dropout=0.5), backend=two, callbacks=quiet(), **OPTIONS)
+    fit(kind(dtype="float64"), backend=two, callbacks=quiet(), **OPTIONS)  # nothing is drawn
+    found = []
+    for backend in ("single", two):  # a row's numbers are side by side: nothing to say
+        result = fit(kind(dtype="float64", dropout=0.5, beside=True), backend=backend, callbacks=quiet(), **OPTIONS)
+        found.append([variable.numpy() for variable in result.model.variables])
+    assert largest_difference(*found) <= 1e-12
+
+
+class StepOfPairs(Pairs):
+    """Its losses look at other rows in `train_step` alone."""
+
+    def train_step(self, model, step):
+        step.minimize(lambda batch: Pairs.compute(self, model, batch, training=True))
+
+    def compute(self, model, batch, training):
+        return Prime.compute(self, model, batch, training)
+
+
+def test_a_training_step_whose_losses_depend_on_other_examples_is_said(quiet):
+    two = backends.create("mirrored", 2)
+    for dropout in (0.0, 0.5):
+        with pytest.warns(UserWarning, match="depends on the other examples of its batch, of which each of 2 replicas"):
+            fit(StepOfPairs(dtype="float64", dropout=dropout), backend=two, callbacks=quiet(), **OPTIONS)
+        task = StepOfPairs(dtype="float64", kind="repeated mean", dropout=dropout)
+        fit(task, backend=two, callbacks=quiet(), **OPTIONS)  # its sum is right
+
+
+class SlowRange(keras.layers.Layer):
+    """Follows the greatest input slowly, as the ranges of quantization do."""
+
+    def build(self, shape):
+        self.top = self.add_weight(shape=(), initializer=keras.initializers.Constant(6), trainable=False, name="top")
+
+    def call(self, inputs, training=False):
+        if training:
+            self.top.assign(0.999 * self.top + 0.001 * tf.reduce_max(inputs))
+        return tf.minimum(inputs, tf.convert_to_tensor(self.top))
+
+
+class Ranged(Prime):
+    def looked_up(self):
+        return [SlowRange()]
+
+
+class StepOfRange(Ranged):
+    def train_step(self, model, step):
+        step.minimize(lambda batch: super(StepOfRange, self).compute(model, batch, training=True))
+
+    def compute(self, model, batch, training):
+        return super().compute(model, batch, training=False)
+
+
+@pytest.mark.parametrize("kind", [Ranged, StepOfRange])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_slow_running_maximum_of_a_replicas_own_rows_is_said(kind, first, quiet):
+    class Ordered(kind):
+        def train_data(self):
+            inputs, labels, weights = regression(self.examples, dtype=self.dtype)
+            inputs[first] += 3  # the greatest of the first few rows is this one
+            return ArrayData(inputs, labels, weights)
+
+    with pytest.warns(UserWarning, match=r"compute\(\) changes .*top by its rows, of which each of 2 replicas"):
+        fit(Ordered(), backend=backends.create("mirrored", 2), callbacks=quiet(), epochs=1, batch_size=20)
