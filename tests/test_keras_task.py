@@ -221,6 +221,29 @@ def test_evaluation_data_may_have_weights_beside_class_weights(quiet):
     assert result.metrics["eval_accuracy"] == pytest.approx(expected["accuracy"])
 
 
+class TotalDistance(keras.metrics.Metric):
+    """Made before the training, and so with a state of float32; a function of a user converts nothing."""
+
+    def __init__(self):
+        super().__init__(name="distance", dtype="float32")
+        self.total = self.add_weight(name="total", initializer="zeros")
+
+    def update_state(self, labels, predictions, sample_weight=None):
+        self.total.assign_add(keras.ops.sum(keras.ops.abs(labels - predictions)))
+
+    def result(self):
+        return self.total
+
+
+def test_an_own_metric_gets_labels_and_predictions_of_one_dtype(quiet):
+    _, data, _ = cases()["weights"]
+    task = KerasTask(dense, "adam", "mse", data[:2], data[:2], metrics=[TotalDistance()])
+    result = by_task(task, quiet, "single")
+    inputs, labels = data[:2]
+    distance = np.abs(labels.reshape(ROWS, 1) - result.model.predict(inputs, verbose=0)).sum()
+    assert result.metrics["eval_distance"] == pytest.approx(distance, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [

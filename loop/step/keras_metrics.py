@@ -86,10 +86,14 @@ class Metrics:
             flat_weights = [flat_weights[0]] * len(flat_labels)  # one weight of each example, for all outputs
         arguments: dict[str, tuple[tf.Tensor, ...]] = {}
         for name, metric, output, by_weight in self._flat:
-            weight = flat_weights[output] if by_weight else None
-            prediction = _in_dtype(flat_predictions[output], metric.dtype)
-            pair = (flat_labels[output], prediction)
-            arguments[name] = pair if weight is None else (*pair, weight)
+            tensors = [flat_labels[output], flat_predictions[output]]
+            if by_weight and flat_weights[output] is not None:
+                tensors.append(flat_weights[output])
+            # All of them: a metric may convert none to the dtype of another.
+            converted = []
+            for tensor in tensors:
+                converted.append(_in_dtype(tensor, metric.dtype))
+            arguments[name] = tuple(converted)
         return arguments
 
     def check(self, labels: Tensors, predictions: Tensors, weights: Tensors) -> None:
@@ -153,8 +157,8 @@ def _name(metric: str, output: str | None, by_weight: bool, taken: dict[str, int
     return f"{name}_{taken[name]}" if taken[name] else name
 
 
-def _in_dtype(predictions: tf.Tensor, dtype: str) -> tf.Tensor:
-    """The predictions in the dtype of a state of floats."""
-    predictions = keras.ops.convert_to_tensor(predictions)
-    is_float = predictions.dtype.is_floating and keras.backend.is_float_dtype(dtype)
-    return in_dtype(predictions, dtype) if is_float else predictions
+def _in_dtype(tensor: tf.Tensor, dtype: str) -> tf.Tensor:
+    """A tensor of floats in the dtype of a state of floats."""
+    tensor = keras.ops.convert_to_tensor(tensor)
+    is_float = tensor.dtype.is_floating and keras.backend.is_float_dtype(dtype)
+    return in_dtype(tensor, dtype) if is_float else tensor
