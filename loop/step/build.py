@@ -230,10 +230,11 @@ def _try_compute(
         penalties = compute.found(trial)
         # A layer that isn't Keras's may add a sum over rows in training alone. One replica with all rows may have it.
         if trial.shares_batches and not penalties.grow and trial.fixed is None and _has_own_layers(model):
-            with contextlib.suppress(Exception):  # a mistake in it shows when the step is traced
+            # A mistake in it shows when the step is traced.
+            with contextlib.suppress(Exception), put_back(_state(task, model, made, backend)):
                 penalties = compute.found_in_training(trial, penalties)
-        warn_of_state(compute.in_training, trial, model)
-        warn_of_loss(compute, trial, model, names)
+        if not warn_of_state(compute.in_training, trial, model):
+            warn_of_loss(compute, trial, model, names)
     return names, penalties
 
 

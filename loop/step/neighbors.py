@@ -38,10 +38,11 @@ def warn_of_loss(compute: Callable[..., Values], trial: Trial, model: Model, nam
     if not trial.shares_batches or trial.seen is None:
         return
     draws = seeds(model)
-    compute = _drawing_again(compute, draws)
+    changing = [*draws, *_changing(model)]
+    compute = _repeatable(compute, changing)
     tolerance = _tolerance(model)
     together, alone = trial.seen
-    if draws:  # the trial has drawn other numbers in each call
+    if changing:  # the trial has drawn other numbers in each call, or has changed the state
         together, alone = _values(compute, trial.example, slice(None)), _values(compute, trial.example, slice(1))
     example, together = _with_neighbors(compute, trial.example, together, alone, tolerance)
     sums = MetricSums(names, trial.metrics)
@@ -62,13 +63,13 @@ def warn_of_minimized(trial: Trial, model: Model, values: Compute, names: Sequen
         values: the function, which `trial` has tried.
         names: the names of the values.
     """
-    warn_of_state(values, trial, model)
-    if not trial.shares_batches or trial.seen is None:
+    if warn_of_state(values, trial, model) or not trial.shares_batches or trial.seen is None:
         return
     draws = seeds(model)
+    changing = [*draws, *_changing(model)]
 
     def compute(batch: Batch) -> Values:
-        with put_back(draws):
+        with put_back(changing):
             return values(batch)
 
     if _depends_in_training(compute, trial.example, model, MetricSums(names, trial.metrics)):
@@ -96,11 +97,14 @@ def _warn_of_neighbors(trial: Trial, draws: bool) -> None:
     warnings.warn(f"the loss of an example depends on the other examples of its batch, {sharing}", stacklevel=2)
 
 
-def _drawing_again(compute: Callable[..., Values], draws: Sequence[tf.Variable]) -> Callable[..., Values]:
-    """`compute`, which draws the same random numbers in each call: a row's numbers don't depend on how many follow."""
+def _repeatable(compute: Callable[..., Values], variables: Sequence[tf.Variable]) -> Callable[..., Values]:
+    """`compute`, which finds the same seeds and the same state in each call.
+
+    A row's random numbers don't depend on how many rows follow it.
+    """
 
     def call(batch: Batch, training: bool = False) -> Values:
-        with put_back(draws):
+        with put_back(variables):
             return compute(batch, training=training)
 
     return call
@@ -222,8 +226,10 @@ def _sums(sums: MetricSums, values: Values) -> tf.Tensor:
     return tf.stack(sums.sums(values, tf.float64)[1])
 
 
-def warn_of_state(compute: Compute, trial: Trial, model: Model) -> None:
+def warn_of_state(compute: Compute, trial: Trial, model: Model) -> bool:
     """Warns if a variable that isn't trained gets another value from more rows, such as a running mean.
+
+    Returns whether there is such a variable, on several replicas: then the loss depends on the rows by it, too.
 
     Args:
         compute: does with a batch what training does, but for the gradient.
@@ -232,7 +238,7 @@ def warn_of_state(compute: Compute, trial: Trial, model: Model) -> None:
     """
     variables = _changing(model)
     if not trial.shares_batches or trial.fixed is not None or not variables:
-        return
+        return False
     gathers = all_gathers()
     before = [variable.numpy() for variable in variables]
     after = []
@@ -243,25 +249,32 @@ def warn_of_state(compute: Compute, trial: Trial, model: Model) -> None:
                 _values(compute, trial.example, rows)
                 after.append([variable.numpy() for variable in variables])
     if len(after) < 2:
-        return
+        return False
     # With `all_gather`, to look at all rows is the purpose.
     by_rows = trial.replicas > 1 and all_gathers() == gathers
+    changed_by_rows = False
     for name, old, *values in zip(variable_names(variables), before, *after, strict=True):
-        _warn_of_change(trial, name, old, values, by_rows)
+        changed_by_rows |= _warn_of_change(trial, name, old, values, by_rows)
+    return changed_by_rows
 
 
-def _warn_of_change(trial: Trial, name: str, before: np.ndarray, after: Sequence[np.ndarray], by_rows: bool) -> None:
-    """Warns of a variable, from its values before and after calls with a few rows, and with parts of them."""
+def _warn_of_change(trial: Trial, name: str, before: np.ndarray, after: Sequence[np.ndarray], by_rows: bool) -> bool:
+    """Warns of a variable, from its values before and after calls with a few rows, and with parts of them.
+
+    Returns whether it is changed by the rows.
+    """
     of_few, *of_parts = after
     if by_rows and not all(_same_change(before, of_few, of_part) for of_part in of_parts):
         warnings.warn(f"compute() changes {name} by its rows, {_sharing(trial)}", stacklevel=2)
-    elif trial.parts > 1 and not np.array_equal(before, of_parts[0]):
+        return True
+    if trial.parts > 1 and not np.array_equal(before, of_parts[0]):
         warnings.warn(
             f"compute() changes {name} in each call, which is made for each micro-batch: with accumulate="
             f"{trial.parts} a step changes it {trial.parts} times, so that the numbers depend on accumulate. Leave "
             "accumulate out; remat and shard_optimizer save memory, too",
             stacklevel=2,
         )
+    return False
 
 
 def _changing(model: Model) -> list[tf.Variable]:

@@ -119,6 +119,31 @@ class MixedByDraw(Prime):
         return [MixesByDraw()]
 
 
+class CountsCalls(keras.layers.Layer):
+    """Its outputs depend on how many calls training has made."""
+
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, inputs, training=False):
+        if training:
+            self.calls.assign_add(1)
+        return inputs * (1 + 0.1 * self.calls)
+
+
+class Centres(keras.layers.Layer):
+    """Takes away the mean of the batch."""
+
+    def call(self, inputs):
+        return inputs - keras.ops.mean(inputs, 0, keepdims=True)
+
+
+@dataclass
+class CountsAndCentres(Prime):
+    def looked_up(self):
+        return [CountsCalls(), Centres()]
+
+
 @dataclass
 class PairsInTraining(Pairs):
     """Its losses look at other rows in training alone."""
@@ -223,9 +248,14 @@ def test_examples_that_are_mixed_in_training_alone_are_said(quiet):
 
 @pytest.mark.parametrize(
     "task",
-    [MixedByDraw(dtype="float64"), Mixed(dtype="float64", dropout=0.5), PairsInTraining(dtype="float64", dropout=0.5)],
+    [
+        MixedByDraw(dtype="float64"),
+        Mixed(dtype="float64", dropout=0.5),
+        PairsInTraining(dtype="float64", dropout=0.5),
+        CountsAndCentres(dtype="float64"),
+    ],
 )
-def test_examples_that_are_mixed_beside_random_layers_are_said(task, quiet):
+def test_examples_that_are_mixed_beside_random_layers_or_counters_are_said(task, quiet):
     with pytest.warns(UserWarning, match="depends on the other examples of its batch, of which each of 2 replicas"):
         fit(task, backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
 
