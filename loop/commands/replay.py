@@ -58,8 +58,13 @@ class Replay:
 def replay(task: TrainTask, path: str | Path) -> Replay:
     """Makes a step once more that wasn't finite.
 
-    `path` is a directory `bad/step-...` of a run directory, which has the batch, the seeds, and the weights before the
-    step; or a run directory with one.
+    Args:
+        task: the task, with the hyperparameters of the run.
+        path: a directory `bad/step-...` of a run directory, or a run directory with one. It has the batch, the seeds,
+            and the weights before the step.
+
+    Raises:
+        UsageError: there is no such step, or the task builds another model.
     """
     path, manifest = locate(Path(path))
     bad = manifest["bad"]

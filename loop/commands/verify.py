@@ -92,8 +92,18 @@ def verify(
 
     The task's own options (`TrainTask.defaults`) are kept, except the length of the training, and those given here. It
     trains on one device, and on each of these numbers of devices: GPUs if there are enough, else logical CPU devices.
-    With a `job` it also trains in real processes of the backend `job_engine`: called with a directory, it records the
-    task there, and returns an error, or "". `progress` is called with a text that says what is being done.
+
+    Args:
+        task: the task.
+        batch_size: the size of the global batch.
+        replicas: the numbers of devices.
+        job: records the task in real processes, into a directory; returns an error, or "". None: no processes.
+        job_engine: the backend of these processes.
+        progress: is called with a text that says what is being done.
+        compile: `graph` or `xla`.
+
+    Raises:
+        UsageError: the task can't be trained at all.
     """
     compared_on = devices.alike(max(replicas))  # first: once TensorFlow has started, its devices can't be split
     # One replica is compared with itself, too: numbers that differ there are random.
