@@ -46,6 +46,11 @@ class OneHot(Task):
         return ArrayData(INPUTS, np.eye(2, dtype="float32")[LABELS])
 
 
+class Texts(Task):
+    def train_data(self):
+        return ArrayData(INPUTS.astype(str), LABELS)
+
+
 class OneExample(Task):
     def compute(self, model, batch, training):
         return {"loss": losses(batch[1], model(batch[0][0], training=training))}
@@ -110,6 +115,7 @@ def numpy_function(labels, logits):
 
 
 MISTAKES = {
+    "texts": (Texts(), "the examples have texts where compute() takes numbers (float32): encode them in train_data()"),
     "a mean": (Task(lambda y, x: {"loss": tf.reduce_mean(losses(y, x))}), "never a mean (shape [n])"),
     "one-hot labels": (OneHot(), "give classes, as by labels.argmax(-1)"),
     "a tensor's numpy()": (Task(numpy_method), "use TensorFlow's functions instead of NumPy's"),

@@ -45,6 +45,11 @@ MISTAKES = (
         "build a model with more outputs",
     ),
     Mistake(
+        re.compile(r"Cast string to (\w+) is not supported"),
+        "the examples have texts where compute() takes numbers ({0}): encode them in train_data(), or by a layer such "
+        "as keras.layers.StringLookup or keras.layers.TextVectorization",
+    ),
+    Mistake(
         re.compile(r"only supports singleton tf\.Variables"),
         "compute() makes a layer or a variable, which would be another one in each step: make it in build_model(), and "
         "call it in compute()",
@@ -52,7 +57,10 @@ MISTAKES = (
 )
 """Tried in this order."""
 
-ERRORS = (AttributeError, NotImplementedError, TypeError, ValueError, tf.errors.InvalidArgumentError)
+ERRORS = (
+    AttributeError, NotImplementedError, TypeError, ValueError, tf.errors.InvalidArgumentError,
+    tf.errors.UnimplementedError,
+)  # fmt: skip
 """The types of the errors by which mistakes show."""
 
 _NAMES = {"float": "float32", "double": "float64", "half": "float16"}
