@@ -317,7 +317,8 @@ def _same_change(before: np.ndarray, one: np.ndarray, other: np.ndarray) -> bool
     Its values may be almost the same in any case: a slow moving average changes little in one step.
     """
     old = before.astype(np.float64)
-    rounding = 1e-6 * (1 + np.abs(old))
-    changes = np.abs(one - old)
-    difference = np.abs(one.astype(np.float64) - other)
-    return bool(np.all((difference <= 0.02 * changes + rounding) | np.isnan(difference)))
+    with np.errstate(invalid="ignore"):  # an infinite value minus itself is nan: it hasn't changed
+        rounding = 1e-6 * (1 + np.abs(old))
+        changes = np.abs(one - old)
+        difference = np.abs(one.astype(np.float64) - other)
+        return bool(np.all((difference <= 0.02 * changes + rounding) | np.isnan(difference)))

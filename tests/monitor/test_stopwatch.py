@@ -182,7 +182,7 @@ def test_a_callback_asks_for_single_steps():
     schedule = callbacks.Schedule((3, 7))
     assert [schedule.steps_left(step) for step in (0, 3, 7)] == [3, 4, None]
     assert [step for step in range(9) if schedule.due(step, 0.0, False)] == [3, 7]
-    with pytest.raises(ValueError, match="no schedule"):
+    with pytest.raises(ValueError, match="isn't a schedule"):
         callbacks.Schedule(())
     with pytest.raises(ValueError, match=r"Profiler\(first=5, last=2\): give"):
         callbacks.Profiler(5, 2)
