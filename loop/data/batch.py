@@ -49,8 +49,8 @@ class Rows(NamedTuple):
     # A number for each example that no other example of the epoch has: its index in array data, its position in a
     # stream; int64 [n].
     index: tf.Tensor
-    # Of the rows that were shared out to the replica, which ones are here: bool [shared out]. The others were left
-    # out. None: all are.
+    # Which of the rows that were shared out to the replica are here: bool [shared out]. The others were left out.
+    # None: all are.
     kept: tf.Tensor | None = None
 
     def without_skipped(self) -> Rows:

@@ -44,7 +44,7 @@ def shuffled(
 
 def _key(seed: int, epoch: tf.Tensor | int, stream: int | tf.Tensor) -> tf.Tensor:
     """The key of a permutation: int64 [3]. See `shuffled`."""
-    # Of each of the three numbers, the low bits alone count, 8 for small sizes. So what a stream adds, and the higher
+    # Only the low bits of each of the three numbers count, 8 for small sizes. So what a stream adds, and the higher
     # bits of epoch and seed, stand in the first one, which is constant in `index_shuffle`.
     high_bits = epoch >> 8 if isinstance(epoch, int) else tf.bitwise.right_shift(epoch, tf.constant(8, tf.int64))
     first = _KEY + (seed >> 8) * _APART + stream * _APART + high_bits

@@ -201,8 +201,9 @@ def _mapped(cache: Path) -> np.ndarray:
     """Offsets from a file of the cache."""
     # Mapped: the workers of a machine share these pages, and only those that are used are in memory.
     offsets: np.ndarray = np.load(cache, mmap_mode="r", allow_pickle=False)
-    if len(offsets) > 1 and not offsets[-1]:
-        raise ValueError("zeros, which a power failure has left: an earlier version's cache was not durable")
+    # Offsets grow, so the last of several isn't 0: a power failure has left zeros, which earlier versions allowed.
+    if len(offsets) > 1 and offsets[-1] == 0:
+        raise ValueError("its end is zeros")
     return offsets
 
 

@@ -37,8 +37,8 @@ class Outcome(NamedTuple):
     code: int  # the exit code of the first worker that failed; `PREEMPTED`: a signal stopped all; 0: success
     error: str  # its message; "": none
     result: Result  # the chief's result
-    # Of a job that has lost a host: the run directory in which it can go on, or "" if it had none yet; None: it has
-    # lost none, or was asked to stop.
+    # If the job has lost a host: the run directory in which it can go on, or "" if it had none yet. None: it has lost
+    # none, or was asked to stop.
     lost_run: str | None = None
 
 

@@ -45,7 +45,8 @@ def each_row_once(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     # In the same order as when a sparse gradient is made dense, so that the sums have the same bits.
     indices, positions = tf.unique(gradient.indices)
     if gradient.dtype.size < 4:
-        values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(indices))  # it adds up in float32
+        # Types of 16 bits are added up in float32, as in a dense gradient.
+        values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(indices))
     else:
         # The same bits in two thirds of the time.
         shape = tf.concat([[tf.size(indices)], tf.shape(gradient.values)[1:]], 0)

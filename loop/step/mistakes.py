@@ -58,9 +58,13 @@ MISTAKES = (
 """Tried in this order."""
 
 ERRORS = (
-    AttributeError, NotImplementedError, TypeError, ValueError, tf.errors.InvalidArgumentError,
+    AttributeError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+    tf.errors.InvalidArgumentError,
     tf.errors.UnimplementedError,
-)  # fmt: skip
+)
 """The types of the errors by which mistakes show."""
 
 _NAMES = {"float": "float32", "double": "float64", "half": "float16"}

@@ -67,11 +67,7 @@ def warn_of_minimized(trial: Trial, model: Model, values: Compute, names: Sequen
         return
     draws = seeds(model)
     changing = [*draws, *_changing(model)]
-
-    def compute(batch: Batch) -> Values:
-        with put_back(changing):
-            return values(batch)
-
+    compute = _repeatable(values, changing)
     if _depends_in_training(compute, trial.example, model, MetricSums(names, trial.metrics)):
         _warn_of_neighbors(trial, bool(draws))
 
@@ -103,9 +99,9 @@ def _repeatable(compute: Callable[..., Values], variables: Sequence[tf.Variable]
     A row's random numbers don't depend on how many rows follow it.
     """
 
-    def call(batch: Batch, training: bool = False) -> Values:
+    def call(batch: Batch, **training: bool) -> Values:
         with put_back(variables):
-            return compute(batch, training=training)
+            return compute(batch, **training)
 
     return call
 

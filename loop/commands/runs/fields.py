@@ -17,6 +17,8 @@ FIELDS = (
 )  # fmt: skip
 _FIELD_OF_COLUMN = {"engine": "backend", "duration": "seconds"}
 """The columns of the table whose names differ from the record's; `engine` is what older versions called a backend."""
+_ATTRIBUTE_OF_FIELD = {"lives": "attempts"}
+"""The fields whose names differ from the record's attributes: programs read the JSON output, so it keeps its names."""
 
 
 def field_of(column: str) -> str:
@@ -25,8 +27,8 @@ def field_of(column: str) -> str:
 
 
 def attribute_of(field: str) -> str:
-    """The attribute of a record that has a field. Programs read the JSON output, so one field keeps its old name."""
-    return "attempts" if field == "lives" else field
+    """The attribute of a record that has a field."""
+    return _ATTRIBUTE_OF_FIELD.get(field, field)
 
 
 def value(record: Record, name: str) -> Any:
