@@ -44,8 +44,8 @@ class Worker:
                 start_new_session=True,
             )  # fmt: skip
 
-    def ask(self, **wanted: float) -> dict[str, Any]:
-        """Lets it train: `seconds=...` or `steps=...`; returns its answer. See `answer`."""
+    def ask(self, **wanted: float | str) -> dict[str, Any]:
+        """Lets it train: `seconds=...` or `steps=...`, with `trace=...`; returns its answer. See `answer`."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(wanted), file=self._process.stdin, flush=True)

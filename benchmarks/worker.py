@@ -2,7 +2,8 @@
 
 Started by `measure.Worker` as `python -m benchmarks.worker WORKLOAD MODULE OPTIONS`. A command is `{"seconds": s}`
 (train for about so long) or `{"steps": n}` (make so many steps); the answer has `steps`, `seconds` and the mean `loss`
-over them. What is built and compiled is kept, so that what is timed is training alone.
+over them. With `"trace": DIRECTORY`, TensorFlow's profiler writes there what runs meanwhile. What is built and compiled
+is kept, so that what is timed is training alone.
 """
 
 from __future__ import annotations
@@ -30,18 +31,30 @@ class Port:
 
     def __init__(self, commands: TextIO, answers: TextIO) -> None:
         self._commands, self._answers = commands, answers
+        self._traced = False
         self.note = ""
 
     def next(self) -> dict[str, Any] | None:
         """Waits for the next command; None is the end."""
         line = self._commands.readline()
-        return json.loads(line) if line else None
+        command = json.loads(line) if line else None
+        if command and "trace" in command:
+            import tensorflow as tf
+
+            tf.profiler.experimental.start(command["trace"])
+            self._traced = True
+        return command
 
     def answer(self, steps: int, seconds: float, loss: float, made: int | None = None) -> None:
         """Answers a command: steps and their time, and `made`, all steps since the one before, if there were more.
 
         `note`, if the contender has set one, goes with it.
         """
+        if self._traced:
+            import tensorflow as tf
+
+            tf.profiler.experimental.stop()
+            self._traced = False
         # In kilobytes, but on macOS in bytes.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
         said = {"steps": steps, "made": made or steps, "seconds": seconds, "loss": loss, "peak_mb": round(peak),

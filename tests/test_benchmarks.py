@@ -2,7 +2,9 @@
 
 import json
 
-from benchmarks import measure, more, report
+import tensorflow as tf
+
+from benchmarks import measure, more, operations, report
 from benchmarks.contenders import CONTENDERS
 from benchmarks.environments import PEERS
 from benchmarks.workloads import WORKLOADS
@@ -17,6 +19,8 @@ def test_whoever_is_named_exists():
     for name, workload in WORKLOADS.items():
         assert set(workload.contenders) <= set(CONTENDERS), name
     assert set(more.CALLBACKS + more.METRICS + more.STARTS) <= set(CONTENDERS)
+    for workload, other in operations.WORKLOADS.items():
+        assert {operations.OURS, other} <= set(CONTENDERS), workload
     named = {name: workload.contenders for name, workload in WORKLOADS.items()} | {"callbacks": more.CALLBACKS}
     for goal in report.GOALS:
         if isinstance(goal, report.Goal):
@@ -60,3 +64,32 @@ def test_a_contender_that_is_not_there_is_left_out(tmp_path, monkeypatch, capsys
     with measure.working(["PyTorch"], "mlp") as workers:
         assert not workers
     assert "python -m benchmarks setup torch" in capsys.readouterr().err
+
+
+def test_operations_of_a_trace_are_added_up_by_type(tmp_path):
+    multiply = tf.function(lambda x: tf.linalg.matmul(x, x))
+    matrix = tf.ones([300, 300])
+    multiply(matrix)
+    tf.profiler.experimental.start(str(tmp_path))
+    for _ in range(3):
+        multiply(matrix)
+    tf.profiler.experimental.stop()
+    [path] = tmp_path.rglob("*.xplane.pb")
+    times, counts = operations.operations(path)
+    [kind] = counts
+    assert "MatMul" in kind
+    assert counts[kind] == 3
+    assert times[kind] > 0
+
+
+def test_operations_that_differ_have_rows():
+    ours = operations.Traced(200.0, {"Mul": 50.0, "Add": 30.2, "Check": 20.0}, {"Mul": 1.0, "Add": 2.0, "Check": 1.0})
+    hand = operations.Traced(100.0, {"Mul": 60.0, "Add": 30.0}, {"Mul": 1.0, "Add": 2.0})
+    rows = operations.compared("mlp", ours, hand)
+    assert [tuple(row.values()) for row in rows] == [
+        ("mlp", "a step", "200", "100", "+100"),
+        ("", "Check, 1 and 0 a step", "20", "0", "+20"),
+        ("", "Mul, 1 and 1 a step", "50", "60", "-10"),
+        ("", "the other operations", "30", "30", "+0"),
+        ("", "between operations", "100", "10", "+90"),
+    ]
