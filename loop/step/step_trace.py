@@ -263,12 +263,11 @@ class StepTrace:
         """Ends the trace; returns the state of the loop after the step."""
         context = self._context
         plan = context.plan
-        layout = context.layout
         before = self._state
         # In the order of `StepContext.checked`, which names them: the task may call `minimize` in another order.
-        each_finite = totals.joined([self._finite[name] for name in layout.minimized])
+        each_finite = totals.joined([self._finite[name] for name in context.layout.minimized])
         finite = tf.reduce_all(each_finite)
-        step_totals = layout.joined(self._sums)
+        step_totals = context.layout.joined(self._sums)
         going, ended = self._goes_on(finite)
         if not plan.stops_at_bad_step or plan.loss_scaled:
             step_totals = tf.where(finite, step_totals, totals.as_skipped(step_totals))
@@ -279,10 +278,13 @@ class StepTrace:
             good &= ~ended
         self._restore_model_state(good)
         states = self._added_states(good)
-        following_step = before.step + 1
         call_totals = before.totals + self._if_made(step_totals, going, ended)
-        after = LoopState(following_step, going, ended, call_totals, states, each_finite)
-        return self._unless_over(after) if self._counted else after
+        step = before.step + 1
+        if self._counted:
+            # If an earlier step has ended the call, its number and what wasn't finite in it are kept.
+            step = tf.where(before.going, step, before.step)
+            each_finite = tf.where(before.going, each_finite, before.finite)
+        return LoopState(step, going, ended, call_totals, states, each_finite)
 
     def _goes_on(self, finite: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Whether the call goes on after the step, bool []; and whether the data is at its end, see `LoopState`."""
@@ -309,16 +311,21 @@ class StepTrace:
             going |= goes_on if context.kept_batch is None else goes_on & ~ended
         if context.backend.asynchronous and not plan.stops_at_bad_step:
             going = tf.constant(True)  # no other worker would make the steps after a bad one in this part of a call
+        if self._counted:
+            going &= self._state.going  # an earlier step may have ended the call
         return going, ended
 
     def _if_made(self, step_totals: tf.Tensor, going: tf.Tensor, ended: tf.Tensor) -> tf.Tensor:
         """The totals of the step; 0 if it isn't made: it ends the run or the data, or an earlier one ended the call."""
-        # The 0 comes second: `tf.where` takes the type of the first value.
+        made = None
         if self._context.plan.stops_at_bad_step:
-            step_totals = tf.where(going, step_totals, 0)
+            made = going
         elif self._context.kept_batch is not None:
-            step_totals = tf.where(~ended, step_totals, 0)
-        return tf.where(self._state.going, step_totals, 0) if self._counted else step_totals
+            made = ~ended
+        elif self._counted:
+            made = self._state.going
+        # The 0 comes second: `tf.where` takes the type of the first value.
+        return step_totals if made is None else tf.where(made, step_totals, 0)
 
     def _restore_model_state(self, good: tf.Tensor) -> None:
         """Undoes the changes of the forward pass if the step turns out to be bad."""
@@ -342,13 +349,6 @@ class StepTrace:
             return self._state.states
         parts = [self._states[name] for name in layout.minimized]
         return self._context.backend.run(added, self._state.states, *parts)
-
-    def _unless_over(self, after: LoopState) -> LoopState:
-        """The state after the step; or the state before it, if an earlier step has ended the call."""
-        changed = {}
-        for name in ("step", "going", "finite"):
-            changed[name] = tf.where(self._state.going, getattr(after, name), getattr(self._state, name))
-        return after._replace(**changed)
 
 
 class BlockStepTrace(StepTrace):
