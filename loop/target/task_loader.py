@@ -49,6 +49,8 @@ def check(target: str) -> None:
     path = Path(origin)
     if is_file and not path.is_file():
         raise UsageError(f"TARGET {target!r}: there is no file {printable(str(path))}{near_file(path)}")
+    if is_file:
+        _check_encoding(path.resolve())
     if not colon or not name.isidentifier() or not (is_file or is_module):
         candidates = [f"{origin}:{kind}" for kind in task_file.classes(path)]
         raise UsageError(
@@ -58,6 +60,16 @@ def check(target: str) -> None:
     directory = path.resolve().parent if is_file else here
     check_shadows(directory)
     task_file.check(target)
+
+
+def _check_encoding(path: Path) -> None:
+    """Refuses a file at which TensorFlow would stop with an error that names nothing, as it traces a function there."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"TARGET {printable(str(path))}: TensorFlow runs no file whose path isn't UTF-8: rename it"
+        ) from None
 
 
 def check_shadows(directory: Path) -> None:
