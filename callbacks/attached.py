@@ -20,6 +20,8 @@ class Attached(Callback):
 
     def __init__(self, patched: str = "{}") -> None:
         self._patched: Json = json.loads(patched)
+        if not isinstance(self._patched, dict):  # it was typed by a user
+            raise ValueError("give a JSON object, by position of the class")
 
     def on_setup(self, run: Run) -> None:
         for position, kind in enumerate(type(run.task).__mro__):

@@ -132,7 +132,9 @@ def _is_remat(value: object) -> bool:
 
 
 def _is_layer_name(name: object) -> bool:
-    return isinstance(name, str) and bool(name.strip())
+    if not isinstance(name, str) or not name.strip():
+        return False
+    return _SIZE.fullmatch(name) is None or size_in_bytes(name) is not None  # no layer is named `0MB`
 
 
 def check_communication(backend: str, communication: str) -> None:

@@ -180,6 +180,8 @@ BEFORE_TENSORFLOW = [
     (["replay", "nowhere"], "nowhere: no checkpoint there"),
     (["sync", "trained", "--track", "nonsense"], "--track nonsense: give a URI such as [^ ]* or http://host:5000$"),
     (["sync", "trained", "--track", "off"], "--track off: there is nothing to deliver to"),
+    (["train", "digits", "--run-dir", "/dev/null"], "--run-dir /dev/null: it is a file: give a directory"),
+    (["train", "digits", "--remat", "0MB"], 'remat.*0MB.*: give "full", a size'),
     (["train", "digits", "--track", "of"], "--track of: give a URI such as .*, or off"),
     (["train", "digits", "--track", "htp://user:secret@h"], r"--track htp://\*\*\*@h: give a URI"),
     (["train", "digits", "--track-wait", "nan"], "--track-wait nan: give seconds, from 0"),

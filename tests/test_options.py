@@ -69,6 +69,11 @@ def test_a_value_of_no_sense_is_refused_with_a_fix(option):
         with_defaults(None, {option.name: object()})
 
 
+def test_a_size_of_0_is_no_name_of_a_layer():
+    with pytest.raises(UsageError, match=r'^remat=.*0MB.*: give "full", a size'):
+        with_defaults(None, {"remat": "0MB"})
+
+
 class Numbered(TrainTask):
     defaults = {"clip_norm": np.float32(0.5), "eval_every": {"val": np.int64(3)}}
 

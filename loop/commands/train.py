@@ -162,6 +162,8 @@ def _check(typed: SimpleNamespace) -> None:
         if not 0 < typed.start_timeout < float("inf"):
             raise UsageError(f"--start-timeout {typed.start_timeout}: give a number of seconds > 0")
         os.environ[START_TIMEOUT] = str(typed.start_timeout)  # workers inherit it
+    if isinstance(typed.run_dir, Path) and typed.run_dir.exists() and not typed.run_dir.is_dir():
+        raise UsageError(f"--run-dir {typed.run_dir}: it is a file: give a directory")
     start_timeout()  # for its check of the variable, which may have been set from outside
     if typed.resume not in (None, "auto", "never"):
         _check_resume(typed)

@@ -97,7 +97,7 @@ def _prepare(task: TrainTask, run_dir: str | Path | None, resume: str | Path, in
     A run that goes on from a snapshot `in_memory` may have no checkpoint.
     """
     name = type(task).__name__
-    directory = launch_path(run_dir or new_name(name)).resolve()
+    directory = _resolved(launch_path(run_dir or new_name(name)))
     _make_writable(directory)
     integrity.check_files(directory)  # before any file of the run is opened
     about = read_json(directory / "run.json")
@@ -123,6 +123,14 @@ def new_name(task_name: str) -> Path:
     """A new run directory below `runs/`; it isn't made."""
     slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", task_name).strip("-.")[:80] or "run"
     return Path("runs") / f"{slug}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}"
+
+
+def _resolved(directory: Path) -> Path:
+    """The directory without links."""
+    try:
+        return directory.resolve()
+    except (OSError, RuntimeError):
+        raise UsageError(f"the run directory {directory}: links there lead in a circle: give another one") from None
 
 
 def _make_writable(directory: Path) -> None:

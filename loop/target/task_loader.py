@@ -47,8 +47,8 @@ def check(target: str) -> None:
     is_file = origin.endswith(".py")
     is_module = all(origin.split("."))  # no name of a module is empty, as in `.task`
     path = Path(origin)
-    if is_file and not path.is_file():
-        raise UsageError(f"TARGET {target!r}: there is no file {printable(str(path))}{near_file(path)}")
+    if is_file:
+        _check_file(path, target)
     if not colon or not name.isidentifier() or not (is_file or is_module):
         candidates = [f"{origin}:{kind}" for kind in task_file.classes(path)]
         raise UsageError(
@@ -58,6 +58,17 @@ def check(target: str) -> None:
     directory = path.resolve().parent if is_file else here
     check_shadows(directory)
     task_file.check(target)
+
+
+def _check_file(path: Path, target: str) -> None:
+    """Refuses a file that isn't there, or in which TensorFlow can't trace a function."""
+    if not path.is_file():
+        raise UsageError(f"TARGET {target!r}: there is no file {printable(str(path))}{near_file(path)}")
+    try:
+        str(path.resolve()).encode()
+    except UnicodeEncodeError:
+        shown = printable(str(path.resolve()))
+        raise UsageError(f"TARGET {shown}: TensorFlow runs no file whose path isn't UTF-8: rename it") from None
 
 
 def check_shadows(directory: Path) -> None:

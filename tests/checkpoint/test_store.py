@@ -545,6 +545,20 @@ def test_what_others_remove_from_the_store_is_delivered_again(store, url, tmp_pa
     assert steps_in(copies.copy(url)) == [1, 2]
 
 
+@pytest.mark.parametrize("starts", [1, 2])
+def test_a_run_that_the_store_has_lost_goes_on_with_what_is_here(starts, store, url, capfd):
+    for step in range(1, starts + 1):
+        with copies.mirrored(url) as directory:
+            write(directory, step)
+    bucket = Bucket(url)
+    bucket.delete(bucket.keys(""))
+    with copies.mirrored(url):
+        assert steps_in(directory) == list(range(1, starts + 1))
+    assert "the store has no run any more: going on with what this machine has" in capfd.readouterr().err
+    assert steps_in(copies.copy(url)) == list(range(1, starts + 1))
+    assert is_tidy(url)
+
+
 def test_a_run_that_cannot_be_read_hides_no_other_of_its_folder(tmp_path, monkeypatch, command):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
     for name in ("good", "damaged"):

@@ -20,6 +20,7 @@ from loop.errors import UsageError
         ("@os:system=id", "os:system isn't a callback: the form with @ is for commands"),
         ("@nothing.here:Class", "@nothing.here:Class: nothing.here:Class isn't a callback"),
         ("@callbacks.attached:Attached=text", "Attached=text: Expecting value"),
+        ("@callbacks.attached:Attached=3", "Attached=3: give a JSON object"),
         ("EarlyStopping(__import__('os').system('id'))", "isn't a literal"),
         ("EarlyStopping(**{})", "** can't be typed"),
         ("EarlyStopping('loss', patience=-1)", "EarlyStopping(patience=-1)"),

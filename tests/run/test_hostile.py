@@ -727,3 +727,9 @@ def test_a_file_in_place_of_the_run_directory_is_named_as_such(tmp_path, below):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"the run directory .*file.*: it, or what stands above it, is a file: give"):
         fit(tiny(), run_dir=tmp_path / "file" / below, callbacks=standard(mlflow=None, progress=None))
+
+
+def test_a_link_that_leads_to_itself_is_no_run_directory(tmp_path):
+    (tmp_path / "link").symlink_to("link")
+    with pytest.raises(UsageError, match=r"the run directory .*link: links there lead in a circle: give another one"):
+        prepare(tmp_path / "link")

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from loop.errors import UsageError
 from loop.target import task_file, task_loader
 
 TASK = """
@@ -23,6 +24,14 @@ def test_a_file_is_run_as_it_is_now(tmp_path, monkeypatch):
         path.write_text(TASK.replace("= 1", f"= {number}"))
         os.utime(path, (1e9, 1e9))  # with the same size: what Python's cache of compiled files can't tell apart
         assert task_loader.find(f"{path}:Short").number == number
+
+
+def test_a_file_whose_path_is_not_utf_8_is_refused(tmp_path):
+    """TensorFlow fails as it traces a function of such a file."""
+    path = tmp_path / os.fsdecode(b"task\xff.py")
+    path.write_text(TASK)
+    with pytest.raises(UsageError, match=r"TARGET .*task\\udcff.py: TensorFlow runs no file whose path isn't UTF-8"):
+        task_loader.check(f"{path}:Short")
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,10 @@ def _prepare_spool(url: str, directory: Path, nonce: str, before: str) -> None:
     """
     note = directory.parent / address.ABOUT
     about = read_json(note)
+    if directory.exists() and not before:  # with an emptied bucket; a start from step 0 would lose what is here
+        tell(f"note: {url}: the store has no run any more: going on with what this machine has")
     # Another process had the lease in between: what is here may not be the beginning of what the store has.
-    if directory.exists() and before not in (about.get("nonce", ""), about.get("before")):
+    elif directory.exists() and before not in (about.get("nonce", ""), about.get("before")):
         aside = directory.with_name(f"{directory.name}.stale-{secrets.token_hex(4)}")
         directory.rename(aside)
         tell(f"note: another machine has gone on with {url}: what this one had is kept in {aside}")
