@@ -81,13 +81,14 @@ def _prepare_spool(url: str, directory: Path, nonce: str, before: str) -> None:
     """
     note = directory.parent / address.ABOUT
     about = read_json(note)
-    if directory.exists() and not before:  # with an emptied bucket; a start from step 0 would lose what is here
-        tell(f"note: {url}: the store has no run any more: going on with what this machine has")
-    # Another process had the lease in between: what is here may not be the beginning of what the store has.
-    elif directory.exists() and before not in (about.get("nonce", ""), about.get("before")):
-        aside = directory.with_name(f"{directory.name}.stale-{secrets.token_hex(4)}")
-        directory.rename(aside)
-        tell(f"note: another machine has gone on with {url}: what this one had is kept in {aside}")
+    if directory.exists() and before not in (about.get("nonce", ""), about.get("before")):
+        if before:
+            # Another process had the lease in between: what is here may not be the beginning of what the store has.
+            aside = directory.with_name(f"{directory.name}.stale-{secrets.token_hex(4)}")
+            directory.rename(aside)
+            tell(f"note: another machine has gone on with {url}: what this one had is kept in {aside}")
+        else:  # an emptied bucket: a start from step 0 would lose what is here
+            tell(f"note: {url}: the store has no run any more: going on with what this machine has")
     # Both, and before the store has the first state of this process: after a kill around that moment, the next start
     # finds one of the two there, and goes on with what is here. It may be more than was delivered.
     write_json(note, {"url": url, "nonce": nonce, "before": before, "delivered": False})
