@@ -25,7 +25,8 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="tfloop-state-")
 os.environ["TFLOOP_CACHE"] = f"{os.environ['XDG_STATE_HOME']}/cache"
 # Horovod's workers wake each other up every half millisecond, as `loop.backends.horovod` asks for, also where one
-# compiles and the others wait: a third of their CPU time. In tests marked `cold`, it stays as users have it.
+# compiles and the others wait: a quarter of their CPU time. `test_horovodrun_is_joined` has what users have, and so
+# have tests marked `cold`.
 CYCLE = "HOROVOD_CYCLE_TIME"
 os.environ.setdefault(CYCLE, "5")
 
