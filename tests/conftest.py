@@ -24,6 +24,11 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
 # Not the home of who runs the tests.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="tfloop-state-")
 os.environ["TFLOOP_CACHE"] = f"{os.environ['XDG_STATE_HOME']}/cache"
+# Horovod's workers wake each other up every half millisecond, as `loop.backends.horovod` asks for, also where one
+# compiles and the others wait: a quarter of their CPU time. `test_horovodrun_is_joined` has what users have, and so
+# have tests marked `cold`.
+CYCLE = "HOROVOD_CYCLE_TIME"
+os.environ.setdefault(CYCLE, "5")
 
 # A shell in the background, or `nohup`, ignores these, and so would each process that a test starts.
 for _number, _handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
@@ -93,6 +98,7 @@ def _directory_of_its_own(request, tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     if request.node.get_closest_marker("cold"):
         monkeypatch.setenv("TFLOOP_TESTS_COLD", "1")
+        monkeypatch.delenv(CYCLE, raising=False)
     yield
     os.environ.pop("TFLOOP_OWNER", None)  # of a backend that was made in this process
     # A task file of this test, such as `task.py`, would be the module `task` for all tests after it.
