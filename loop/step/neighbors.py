@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.model.variables import layers, variable_names
-from loop.step.batch_norm import batch_norm_variables, normalized_kernels, seeds, state
+from loop.step.batch_norm import as_in_evaluation, batch_norm_variables, normalized_kernels, seeds, state
 from loop.step.example_trace import Compute, Trial, put_back
 from loop.step.metric_sums import MetricSums
 from loop.step.replica import all_gathers, probing
@@ -75,7 +75,9 @@ def warn_of_minimized(trial: Trial, model: Model, values: Compute, names: Sequen
 def _depends_in_training(compute: Compute, example: Batch, model: Model, sums: MetricSums) -> bool:
     """`_depends`, of a function that computes as training does."""
     gathers = all_gathers()
-    with contextlib.suppress(Exception):  # a mistake in it shows when the step is traced
+    # BatchNormalization has the statistics of all replicas in a step: what is beside it would not show.
+    # A mistake in `compute` shows when the step is traced.
+    with contextlib.suppress(Exception), as_in_evaluation(model):
         together = _values(compute, example, slice(None))
         alone = _values(compute, example, slice(1))
         return _depends(compute, example, together, alone, model, sums) and all_gathers() == gathers

@@ -287,9 +287,12 @@ class StepOfViews(Views):
 @pytest.mark.parametrize("kind", [Views, StepOfViews])
 def test_draws_for_several_batches_as_one_are_said(kind, quiet):
     two = backends.create("mirrored", 2)
-    with pytest.warns(UserWarning, match="where Dropout or noise gets several batches as one"):
-        fit(kind(dtype="float64", dropout=0.5), backend=two, callbacks=quiet(), **OPTIONS)
-    fit(kind(dtype="float64"), backend=two, callbacks=quiet(), **OPTIONS)  # nothing is drawn
+    for batch_norm in (False, True):
+        task = kind(dtype="float64", dropout=0.5, batch_norm=batch_norm)
+        with pytest.warns(UserWarning, match="where Dropout or noise gets several batches as one"):
+            fit(task, backend=two, callbacks=quiet(), **OPTIONS)
+        # Nothing is drawn.
+        fit(kind(dtype="float64", batch_norm=batch_norm), backend=two, callbacks=quiet(), **OPTIONS)
     found = []
     for backend in ("single", two):  # a row's numbers are side by side: nothing to say
         result = fit(kind(dtype="float64", dropout=0.5, beside=True), backend=backend, callbacks=quiet(), **OPTIONS)
