@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import keras
@@ -51,6 +52,20 @@ def batch_norm_variables(model: Model) -> list[tf.Variable]:
     for layer in batch_norms(model):
         variables += as_tf(layer.variables)
     return variables
+
+
+@contextlib.contextmanager
+def as_in_evaluation(model: Model) -> Iterator[None]:
+    """A context in which BatchNormalization takes its moving statistics, also in training: each row by itself."""
+    active = [layer for layer in batch_norms(model) if layer.trainable]
+    for layer in active:
+        # A frozen layer takes them. Not its property `trainable`, which would freeze its weights, too.
+        layer._trainable = False
+    try:
+        yield
+    finally:
+        for layer in active:
+            layer._trainable = True
 
 
 def statistics(model: Model) -> list[tf.Variable]:

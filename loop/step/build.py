@@ -234,7 +234,7 @@ def _try_compute(
             with contextlib.suppress(Exception), put_back(_state(task, model, made, backend)):
                 penalties = compute.found_in_training(trial, penalties)
         if not warn_of_state(compute.in_training, trial, model):
-            warn_of_loss(compute, trial, model, names)
+            warn_of_loss(call, trial, model, names)
     return names, penalties
 
 

@@ -38,6 +38,7 @@ class Trial:
 
     Attributes:
         example: a few examples as a batch.
+        rows: the numbers of rows that batches have in the run; None: not known.
         metrics: Keras metrics by the name of the value that each is updated with.
         fixed: the number of rows that a batch must have; None: any number.
         seen: what the last function has returned for a few examples, and for the first of them alone; None: it takes
@@ -48,7 +49,7 @@ class Trial:
         self, example: Batch, rows: RowCounts | None = None, stateful: int | None = None, inputs: Sequence[int] = ()
     ) -> None:
         self.example = example
-        self._rows = rows
+        self.rows = rows
         self.metrics: Mapping[str, keras.metrics.Metric] = {}
         self._stateful = stateful is not None
         # The most likely first: the rows of a replica, the sizes of the model's inputs, the size of the whole batch.
@@ -137,7 +138,7 @@ class Trial:
 
     def _check_others(self, compute: Compute, n: int) -> None:
         """Refuses a run with batches that `compute` doesn't take, after it has taken one of n rows."""
-        rows = self._rows
+        rows = self.rows
         if rows is None:
             return
         only = f"the model takes batches of {n} rows alone (a stateful layer, keras.Input(batch_size=...), a reshape)"
@@ -174,7 +175,7 @@ class Trial:
     @property
     def replicas(self) -> int:
         """The number of replicas that share a batch in the run."""
-        return 1 if self._rows is None else self._rows.replicas
+        return 1 if self.rows is None else self.rows.replicas
 
     @property
     def shares_batches(self) -> bool:
@@ -184,7 +185,7 @@ class Trial:
     @property
     def parts(self) -> int:
         """The number of micro-batches of a batch in the run."""
-        return 1 if self._rows is None else self._rows.parts
+        return 1 if self.rows is None else self.rows.parts
 
     def few(self, compute: Compute, rows: slice = slice(None), example: Batch | None = None) -> None:
         """Calls `compute` with some of the few examples, or of others, for what it does beside its values."""

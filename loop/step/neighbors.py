@@ -14,8 +14,8 @@ from loop.model.variables import layers, variable_names
 from loop.step.batch_norm import batch_norm_variables, normalized_kernels, seeds, state
 from loop.step.example_trace import Compute, Trial, put_back
 from loop.step.metric_sums import MetricSums
-from loop.step.replica import all_gathers, probing
-from loop.step.variable_values import have_changed
+from loop.step.replica import all_gathers, probing, undecorated
+from loop.step.shares import ShareTrial
 from loop.task import Batch, Model, Values
 
 _REMEDY = "Take the rows of all replicas from loop.all_gather(...); `tfloop verify` shows the difference"
@@ -30,28 +30,29 @@ def warn_of_loss(compute: Callable[..., Values], trial: Trial, model: Model, nam
     """Warns if the sums over a batch aren't those of its parts, which replicas and micro-batches add up.
 
     Args:
-        compute: the function that `trial` has tried; it takes `training`, too.
+        compute: the function that `trial` has tried, with `training`.
         trial: what it has returned.
         model: the model.
         names: the names of its values.
     """
     if not trial.shares_batches or trial.seen is None:
         return
-    draws = seeds(model)
-    changing = [*draws, *_changing(model)]
-    compute = _repeatable(compute, changing)
-    tolerance = _tolerance(model)
+    changing = [*seeds(model), *_changing(model)]
+    in_evaluation = functools.partial(compute, training=False)
+    repeatable = _repeatable(in_evaluation, changing)
     together, alone = trial.seen
     if changing:  # the trial has drawn other numbers in each call, or has changed the state
-        together, alone = _values(compute, trial.example, slice(None)), _values(compute, trial.example, slice(1))
-    example, together = _with_neighbors(compute, trial.example, together, alone, tolerance)
+        together, alone = _values(repeatable, trial.example, slice(None)), _values(repeatable, trial.example, slice(1))
+    example, together = _with_neighbors(repeatable, trial.example, together, alone, _tolerance(model))
     sums = MetricSums(names, trial.metrics)
-    depends = _depends(compute, example, together, alone, model, sums)
-    if not depends:
-        # Examples may be mixed in training alone, where `all_gather` may be, too.
-        depends = _depends_in_training(functools.partial(compute, training=True), example, model, sums)
+    # Examples may be mixed in training alone. What an evaluation computes is tried only if an example has another loss
+    # alone: most losses end there.
+    given = undecorated(compute)
+    depends = not _adds_up(lambda batch: given(batch, training=True), example, trial, model, sums)
+    if not depends and not _same(together["loss"][:1], alone["loss"], _tolerance(model)):
+        depends = not _adds_up(lambda batch: given(batch, training=False), example, trial, model, sums)
     if depends:
-        _warn_of_neighbors(trial, bool(draws))
+        _warn_of_neighbors(trial, bool(seeds(model)))
 
 
 def warn_of_minimized(trial: Trial, model: Model, values: Compute, names: Sequence[str]) -> None:
@@ -65,21 +66,17 @@ def warn_of_minimized(trial: Trial, model: Model, values: Compute, names: Sequen
     """
     if warn_of_state(values, trial, model) or not trial.shares_batches or trial.seen is None:
         return
-    draws = seeds(model)
-    changing = [*draws, *_changing(model)]
-    compute = _repeatable(values, changing)
-    if _depends_in_training(compute, trial.example, model, MetricSums(names, trial.metrics)):
-        _warn_of_neighbors(trial, bool(draws))
+    if not _adds_up(undecorated(values), trial.example, trial, model, MetricSums(names, trial.metrics)):
+        _warn_of_neighbors(trial, bool(seeds(model)))
 
 
-def _depends_in_training(compute: Compute, example: Batch, model: Model, sums: MetricSums) -> bool:
-    """`_depends`, of a function that computes as training does."""
-    gathers = all_gathers()
-    with contextlib.suppress(Exception):  # a mistake in it shows when the step is traced
-        together = _values(compute, example, slice(None))
-        alone = _values(compute, example, slice(1))
-        return _depends(compute, example, together, alone, model, sums) and all_gathers() == gathers
-    return False
+def _adds_up(compute: Compute, example: Batch, trial: Trial, model: Model, sums: MetricSums) -> bool:
+    """`ShareTrial.adds_up`; True if `compute` fails: a mistake in it shows when the step is traced."""
+    assert trial.rows is not None  # replicas or micro-batches share a batch
+    with contextlib.suppress(Exception):
+        shares = ShareTrial(compute, example, model, sums, _changing(model), trial.rows.batch_size)
+        return shares.adds_up(_tolerance(model))
+    return True
 
 
 def _warn_of_neighbors(trial: Trial, draws: bool) -> None:
@@ -154,72 +151,6 @@ def _sharing(trial: Trial, remedy: str = _REMEDY) -> str:
         f"of which each of {trial.parts} micro-batches has only its own: the numbers depend on accumulate. Leave it "
         "out, or call loop.all_gather(...) to say that the rows of a micro-batch are meant"
     )
-
-
-def _depends(compute: Compute, example: Batch, together: Values, alone: Values, model: Model, sums: MetricSums) -> bool:
-    """Whether the sums over the examples aren't those over the first one and over the others.
-
-    Args:
-        compute: a function of a batch.
-        example: the examples.
-        together: what it has returned for them.
-        alone: what it has returned for the first one.
-        model: the model.
-        sums: adds up its values.
-    """
-    # Most losses end here, without another call.
-    tolerance = _tolerance(model)
-    if _same(together["loss"][:1], alone["loss"], tolerance):
-        return False
-    # Other random numbers than those of layers differ from call to call: they say nothing of the neighbors.
-    shared = batch_norm_variables(model)
-    before = [variable.numpy() for variable in shared]
-    for values, rows in ((alone, slice(1)), (together, slice(None))):
-        if not _same(_values(compute, example, rows)["loss"], values["loss"], tolerance):
-            return False
-    # Where BatchNormalization has taken statistics of the batch, these are those of all replicas in a step.
-    if have_changed(shared, before):
-        return False
-    # Not example by example: a mean that is repeated for each row has the right sum.
-    of_all = _sums(sums, together)
-    if seeds(model):
-        return _depends_beside_draws(compute, example, together["loss"], of_all, sums, tolerance)
-    others = _values(compute, example, slice(1, None))
-    return not _same(of_all, _sums(sums, alone) + _sums(sums, others), tolerance)
-
-
-def _depends_beside_draws(
-    compute: Compute, example: Batch, loss: tf.Tensor, of_all: tf.Tensor, sums: MetricSums, tolerance: float
-) -> bool:
-    """`_depends`, of a model that draws random numbers, for which the first row has another loss than alone.
-
-    Rows that are computed without the first one draw other numbers. So the batch keeps its size here, and its first
-    and last row are replaced by the second one. If the sums are those of its parts, each of both changes them by the
-    same, whether the other one is replaced or not.
-    """
-    count = int(tf.shape(tf.nest.flatten(example)[0])[0])
-    if count < 2:
-        return False
-    places = np.arange(count)
-    first = np.where(places == 0, 1, places)
-    last = np.where(places == count - 1, 1, places)
-    both = np.where(places == count - 1, 1, first)
-    of_both, of_last, of_first = (_values(compute, _taken(example, rows), slice(None)) for rows in (both, last, first))
-    # The first row doesn't see what the others are, but how many: it draws other numbers among them.
-    if count > 2 and _same(of_last["loss"][:1], loss[:1], tolerance):
-        return True
-    one, other = of_all + _sums(sums, of_both), _sums(sums, of_first) + _sums(sums, of_last)
-    return not _same(one, other, tolerance)
-
-
-def _taken(example: Batch, rows: np.ndarray) -> Batch:
-    """Some rows of a batch."""
-    return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), example)
-
-
-def _sums(sums: MetricSums, values: Values) -> tf.Tensor:
-    """The sums of the values of a batch."""
-    return tf.stack(sums.sums(values, tf.float64)[1])
 
 
 def warn_of_state(compute: Compute, trial: Trial, model: Model) -> bool:

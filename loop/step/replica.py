@@ -197,6 +197,10 @@ class Replica:
         return self.sum(padded)[: tf.reduce_sum(counts)]
 
 
+class TriedReplica(Replica):
+    """A replica that only tries `compute`, before the step is traced: what it could warn of shows in the step."""
+
+
 # Per thread, since the replicas of one process may be traced in threads of their own.
 _here = threading.local()
 
@@ -341,3 +345,8 @@ def as_in_replica(backend: Backend, compute: Callable[P, Values]) -> Callable[P,
             return compute(*arguments, **named)
 
     return call
+
+
+def undecorated(compute: Callable[P, Values]) -> Callable[P, Values]:
+    """What `as_in_replica` was given: AutoGraph converts the task's own function alone."""
+    return compute.__wrapped__  # type: ignore[attr-defined]

@@ -17,9 +17,10 @@ import keras
 import tensorflow as tf
 from tensorflow.python.framework import tensor_util  # there is no public way to ask which sizes of a shape are known
 
+from loop.errors import UsageError
 from loop.model.variables import layers
 from loop.step.dropout import replace_dropout
-from loop.step.replica import current
+from loop.step.replica import TriedReplica, current
 from loop.task import Model
 
 Shape: TypeAlias = tf.Tensor | tf.TensorShape | Sequence[int | tf.Tensor]
@@ -156,6 +157,8 @@ def _has_rows(sizes: Sequence[int | None]) -> bool:
 def _warn(what: str, fix: str) -> None:
     """Warns of what layers do, on several replicas."""
     replica = current()
+    if isinstance(replica, TriedReplica):
+        raise UsageError(f"layers {what}")  # ends the trial: the step warns of it
     if replica is not None and replica.backend.replicas > 1:
         warnings.warn(
             f"layers {what}: each of {replica.backend.replicas} replicas has only its own examples, so that the "

@@ -287,9 +287,12 @@ class StepOfViews(Views):
 @pytest.mark.parametrize("kind", [Views, StepOfViews])
 def test_draws_for_several_batches_as_one_are_said(kind, quiet):
     two = backends.create("mirrored", 2)
-    with pytest.warns(UserWarning, match="where Dropout or noise gets several batches as one"):
-        fit(kind(dtype="float64", dropout=0.5), backend=two, callbacks=quiet(), **OPTIONS)
-    fit(kind(dtype="float64"), backend=two, callbacks=quiet(), **OPTIONS)  # nothing is drawn
+    for batch_norm in (False, True):
+        task = kind(dtype="float64", dropout=0.5, batch_norm=batch_norm)
+        with pytest.warns(UserWarning, match="where Dropout or noise gets several batches as one"):
+            fit(task, backend=two, callbacks=quiet(), **OPTIONS)
+        # Nothing is drawn.
+        fit(kind(dtype="float64", batch_norm=batch_norm), backend=two, callbacks=quiet(), **OPTIONS)
     found = []
     for backend in ("single", two):  # a row's numbers are side by side: nothing to say
         result = fit(kind(dtype="float64", dropout=0.5, beside=True), backend=backend, callbacks=quiet(), **OPTIONS)
@@ -352,3 +355,73 @@ def test_a_slow_running_maximum_of_a_replicas_own_rows_is_said(kind, first, quie
 
     with pytest.warns(UserWarning, match=r"compute\(\) changes .*top by its rows, of which each of 2 replicas"):
         fit(Ordered(), backend=backends.create("mirrored", 2), callbacks=quiet(), epochs=1, batch_size=20)
+
+
+@dataclass
+class ByPlace(Prime):
+    """What it computes of an example depends on the example's place in the batch, or in its epoch."""
+
+    kind: str = "weight"
+
+    def compute(self, model, batch, training):
+        inputs, labels, weight = batch
+        places = tf.range(tf.shape(inputs)[0])
+        if self.kind == "weight":
+            weight = 1 / tf.cast(1 + places, weight.dtype)
+        elif training:
+            seeds = loop.example_seed() if self.kind == "seed of example" else tf.stack([places, 7 + 0 * places], 1)
+            inputs = tf.map_fn(self._noisy, (inputs, seeds), fn_output_signature=inputs.dtype)
+        return super().compute(model, (inputs, labels, weight), training)
+
+    @staticmethod
+    def _noisy(pair):
+        inputs, seed = pair
+        return inputs + tf.random.stateless_normal((5,), seed, dtype=inputs.dtype)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_what_depends_on_an_examples_place_in_the_batch_is_said(dropout, quiet):
+    two = backends.create("mirrored", 2)
+    for kind in ("weight", "seed of place"):
+        task = ByPlace(dtype="float64", kind=kind, dropout=dropout)
+        with pytest.warns(UserWarning, match="depends on the other examples of its batch"):
+            fit(task, backend=two, callbacks=quiet(), **OPTIONS)
+    task = ByPlace(dtype="float64", kind="seed of example", dropout=dropout)
+    fit(task, backend=two, callbacks=quiet(), **OPTIONS)  # the same on any number of replicas
+
+
+class Experts(keras.layers.Layer):
+    """Each example goes to one of two halves of the features, as long as fewer than three before it have gone there."""
+
+    def call(self, inputs):
+        chosen = tf.one_hot(tf.cast(inputs[:, 0] > 0, tf.int32), 2, dtype=inputs.dtype)
+        has_room = tf.cast(tf.cumsum(chosen, 0) < 3, inputs.dtype)
+        return inputs * tf.reduce_sum(chosen * has_room, 1, keepdims=True)
+
+
+def test_experts_that_take_a_few_examples_of_a_batch_are_said(quiet):
+    class Task(Prime):
+        def looked_up(self):
+            return [Experts()]
+
+        def compute(self, model, batch, training):
+            return {"loss": super().compute(model, batch, training)["loss"]}
+
+    with pytest.warns(UserWarning, match="depends on the other examples of its batch"):
+        fit(Task(dtype="float64", dropout=0.5), backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
+
+
+class HardestPairs(Prime):
+    """The loss of an example counts if the batch has another one of its sign."""
+
+    def compute(self, model, batch, training):
+        inputs, labels, _ = batch
+        signs = tf.sign(labels[:, 0])
+        others = tf.reduce_sum(tf.cast(signs[:, None] == signs, inputs.dtype), 1) - 1
+        loss = tf.reduce_sum((model(inputs, training=training) - labels) ** 2, -1)
+        return {"loss": loss, "weight": tf.cast(others > 0, inputs.dtype)}
+
+
+def test_a_weight_that_depends_on_other_examples_is_said(quiet):
+    with pytest.warns(UserWarning, match="depends on the other examples of its batch"):
+        fit(HardestPairs(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
