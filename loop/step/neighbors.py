@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from loop.model.variables import layers, variable_names
-from loop.step.batch_norm import batch_norm_variables, normalized_kernels, seeds, state
+from loop.model.variables import variable_names
+from loop.step import shares
+from loop.step.batch_norm import seeds
 from loop.step.example_trace import Compute, Trial, put_back
 from loop.step.metric_sums import MetricSums
 from loop.step.replica import all_gathers, probing, undecorated
-from loop.step.shares import ShareTrial
 from loop.task import Batch, Model, Values
 
 _REMEDY = "Take the rows of all replicas from loop.all_gather(...); `tfloop verify` shows the difference"
@@ -23,7 +23,6 @@ _REMEDY_OF_DRAWS = (
     "Take the rows of all replicas from loop.all_gather(...); where Dropout or noise gets several batches as one, as "
     "by tf.concat([real, fake], 0), call the layers for each of them; `tfloop verify` shows the difference"
 )
-_HALF = ("float16", "bfloat16")
 
 
 def warn_of_loss(compute: Callable[..., Values], trial: Trial, model: Model, names: Sequence[str]) -> None:
@@ -37,19 +36,19 @@ def warn_of_loss(compute: Callable[..., Values], trial: Trial, model: Model, nam
     """
     if not trial.shares_batches or trial.seen is None:
         return
-    changing = [*seeds(model), *_changing(model)]
+    changing = [*seeds(model), *shares.changing(model)]
     in_evaluation = functools.partial(compute, training=False)
     repeatable = _repeatable(in_evaluation, changing)
     together, alone = trial.seen
     if changing:  # the trial has drawn other numbers in each call, or has changed the state
         together, alone = _values(repeatable, trial.example, slice(None)), _values(repeatable, trial.example, slice(1))
-    example, together = _with_neighbors(repeatable, trial.example, together, alone, _tolerance(model))
+    example, together = _with_neighbors(repeatable, trial.example, together, alone, shares.tolerance(model))
     sums = MetricSums(names, trial.metrics)
     # Examples may be mixed in training alone. What an evaluation computes is tried only if an example has another loss
     # alone: most losses end there.
     given = undecorated(compute)
     depends = not _adds_up(lambda batch: given(batch, training=True), example, trial, model, sums)
-    if not depends and not _same(together["loss"][:1], alone["loss"], _tolerance(model)):
+    if not depends and not _same(together["loss"][:1], alone["loss"], shares.tolerance(model)):
         depends = not _adds_up(lambda batch: given(batch, training=False), example, trial, model, sums)
     if depends:
         _warn_of_neighbors(trial, bool(seeds(model)))
@@ -71,11 +70,14 @@ def warn_of_minimized(trial: Trial, model: Model, values: Compute, names: Sequen
 
 
 def _adds_up(compute: Compute, example: Batch, trial: Trial, model: Model, sums: MetricSums) -> bool:
-    """`ShareTrial.adds_up`; True if `compute` fails: a mistake in it shows when the step is traced."""
+    """Whether the sums of shares add up. True if `compute` fails: a mistake in it shows when the step is traced."""
+
+    def numbers(values: Values, rows: tf.Tensor) -> Sequence[tf.Tensor]:
+        return sums.sums(values, tf.float64)[1]
+
     assert trial.rows is not None  # replicas or micro-batches share a batch
     with contextlib.suppress(Exception):
-        shares = ShareTrial(compute, example, model, sums, _changing(model), trial.rows.batch_size)
-        return shares.adds_up(_tolerance(model))
+        return shares.ShareTrial(compute, example, model, numbers, trial.rows.batch_size).first_wrong() is None
     return True
 
 
@@ -163,7 +165,7 @@ def warn_of_state(compute: Compute, trial: Trial, model: Model) -> bool:
         trial: has the examples.
         model: the model.
     """
-    variables = _changing(model)
+    variables = shares.changing(model)
     if not trial.shares_batches or trial.fixed is not None or not variables:
         return False
     gathers = all_gathers()
@@ -204,33 +206,11 @@ def _warn_of_change(trial: Trial, name: str, before: np.ndarray, after: Sequence
     return False
 
 
-def _changing(model: Model) -> list[tf.Variable]:
-    """The variables that a call of the model may change, without those whose changes are known to be right."""
-    # BatchNormalization's statistics are those of all replicas. Seeds count calls.
-    known = set(map(id, batch_norm_variables(model))) | set(map(id, seeds(model)))
-    variables = []
-    for variable in state(model) + normalized_kernels(model):
-        if id(variable) not in known:
-            variables.append(variable)
-    return variables
-
-
 def _values(compute: Compute, example: Batch, rows: slice) -> Values:
     """What `compute` returns for some rows of a batch."""
     batch = tf.nest.map_structure(lambda tensor: tensor[rows], example)
     with probing(int(tf.shape(tf.nest.flatten(batch)[0])[0])):
         return compute(batch)
-
-
-def _tolerance(model: Model) -> float:
-    """The relative difference that rounding makes at most, if a batch has another size.
-
-    A greater one would hide neighbors that matter little to a model that isn't trained yet.
-    """
-    for layer in layers(model):
-        if getattr(layer, "compute_dtype", None) in _HALF:
-            return 0.02
-    return 1e-3
 
 
 def _same(one: np.ndarray | tf.Tensor, other: np.ndarray | tf.Tensor, tolerance: float) -> bool:

@@ -7,15 +7,17 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from loop.model.variables import layers, losses
-from loop.step.batch_norm import batch_norm_variables
-from loop.step.example_trace import Compute, Trial, put_back
-from loop.step.replica import all_gathers
-from loop.step.variable_values import have_changed
+from loop.step.example_trace import Trial
+from loop.step.replica import undecorated
+from loop.step.shares import ShareTrial
 from loop.task import Batch, Model, Values
+
+_ORDER = (0, 2, 2, 1, 0, 1, 1, 0)
+"""Which of a few examples are tried. The shares have others: with as many of each, the mean over those that a mask
+leaves would be the same in both."""
 
 
 class Penalties(NamedTuple):
@@ -67,7 +69,7 @@ class PenaltyTrial:
             return Penalties()
         grow = trial.grow(self, self._noted)
         if not grow:
-            self._warn(self, trial)
+            self._warn(trial)
         return Penalties(True, grow)
 
     def found_in_training(self, trial: Trial, found: Penalties) -> Penalties:
@@ -78,15 +80,15 @@ class PenaltyTrial:
             return found
         grow = trial.grow(self.in_training, self._noted)
         if not found.vary and not grow:
-            self._warn(self.in_training, trial)
+            self._warn(trial)
         return Penalties(True, grow)
 
-    def _warn(self, compute: Compute, trial: Trial) -> None:
+    def _warn(self, trial: Trial) -> None:
         """Warns of means over rows that replicas or micro-batches can't put together from those of their own rows."""
         if not trial.shares_batches or trial.fixed is not None:
             return
         with contextlib.suppress(Exception):  # a mistake in it shows when the step is traced
-            layer = self._not_by_rows(compute, trial)
+            layer = self._not_by_rows(trial)
             if layer is not None:
                 warnings.warn(
                     f"{layer} adds a loss that isn't a mean over the rows of a batch, such as a mean over the "
@@ -104,27 +106,31 @@ class PenaltyTrial:
                 stacklevel=2,
             )
 
-    def _not_by_rows(self, compute: Compute, trial: Trial) -> str | None:
-        """The name of a layer whose penalty isn't the mean of those of single rows; None: there is none."""
-        batch = _with_padding(trial.example)
-        n = int(tf.shape(tf.nest.flatten(batch)[0])[0])
-        gathers = all_gathers()
-        shared = batch_norm_variables(self._model)
-        statistics = [variable.numpy() for variable in shared]
-        penalties = []
-        with put_back(shared):
-            for rows in (slice(n), slice(1), slice(1), slice(1, n)):
-                self._noted.clear()
-                trial.few(compute, rows, batch)
-                penalties.append(np.array(self._noted[0]))
-            changed = have_changed(shared, statistics)
-        of_all, of_first, again, of_rest = penalties
-        # Random numbers differ from call to call. Statistics of a batch are those of all replicas in a step.
-        if n == 1 or changed or all_gathers() != gathers or not np.array_equal(of_first, again):
-            return None
-        mean = (of_first + (n - 1) * of_rest) / n
-        wrong = ~np.isclose(of_all, mean, rtol=0.02, atol=1e-6, equal_nan=True)
-        return self._names[int(np.argmax(wrong))] if wrong.any() else None
+    def _not_by_rows(self, trial: Trial) -> str | None:
+        """The name of a layer whose penalty isn't the mean of those of its rows; None: there is none."""
+        names: list[str] = []
+
+        def times_rows(values: Values, rows: tf.Tensor) -> list[tf.Tensor]:
+            owners = _owners(self._model)
+            names.clear()
+            numbers = []
+            for penalty in losses(self._model):
+                numbers.append(tf.cast(tf.reduce_sum(penalty), tf.float64) * tf.cast(rows, tf.float64))
+                names.append(owners.get(id(penalty), "the model"))
+            return numbers
+
+        given = undecorated(self._compute)
+        assert trial.rows is not None  # replicas or micro-batches share a batch
+        shares = ShareTrial(
+            lambda batch: given(batch, training=True),
+            _with_padding(trial.example),
+            self._model,
+            times_rows,
+            trial.rows.batch_size,
+            _ORDER,
+        )
+        wrong = shares.first_wrong()
+        return None if wrong is None else names[wrong]
 
 
 def is_uneven(values: Mapping[str, object]) -> bool:

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.data import Rows, count
-from loop.step.batch_norm import as_in_evaluation, seeds
+from loop.model.variables import layers
+from loop.step.batch_norm import as_in_evaluation, batch_norm_variables, normalized_kernels, seeds, state
 from loop.step.example_trace import Compute, put_back
-from loop.step.metric_sums import MetricSums
 from loop.step.replica import TriedReplica, all_gathers, within
 from loop.step.row_random import by_row, reseed
 from loop.step.tracing import as_written, compiled
-from loop.task import Batch, Model
+from loop.task import Batch, Model, Values
 
-_ROWS = (0, 1, 2, 2, 0, 1, 1, 0)
+Numbers: TypeAlias = Callable[[Values, tf.Tensor], Sequence[tf.Tensor]]
+"""Takes what `compute` has returned for some rows, and how many they are; returns scalars that must add up, float64."""
+
+ROWS = (0, 1, 2, 2, 0, 1, 1, 0)
 """Which of a few examples are tried: so many that experts that take a few rows each are full; and in no regular order,
 in which the last row of a share might have the same neighbor as in the whole batch."""
 _OF_FIRST = 3
 """How many of them the first share has."""
 _DRAWS = 4
 """How often a model that draws random numbers is tried: a layer may mix examples by some of its draws alone."""
+_HALF = ("float16", "bfloat16")
 
 
 class ShareTrial:
@@ -37,9 +42,9 @@ class ShareTrial:
         compute: a function of a batch.
         example: a few examples as a batch.
         model: the model.
-        sums: adds up its values.
-        changing: the variables that a call may change, and that are put back after it.
+        numbers: what must add up over the shares.
         most: the greatest number of rows to try.
+        order: which of the examples are tried.
     """
 
     def __init__(
@@ -47,20 +52,19 @@ class ShareTrial:
         compute: Compute,
         example: Batch,
         model: Model,
-        sums: MetricSums,
-        changing: Sequence[tf.Variable],
+        numbers: Numbers,
         most: int,
+        order: Sequence[int] = ROWS,
     ) -> None:
         self._compute = compute
-        places = tf.constant(_ROWS[: max(2, most)]) % tf.shape(tf.nest.flatten(example)[0])[0]
+        places = tf.constant(order[: max(2, most)]) % tf.shape(tf.nest.flatten(example)[0])[0]
         self._rows = len(places)
         self._batch = tf.nest.map_structure(lambda tensor: tf.gather(tensor, places), example)
         self._model = model
-        self._sums = sums
-        self._changing = changing
+        self._numbers = numbers
 
-    def adds_up(self, tolerance: float) -> bool:
-        """Whether the sums over all rows are those over the shares; True if nothing can be said.
+    def first_wrong(self) -> int | None:
+        """Which of the numbers is the first that doesn't add up; None: all do, or nothing can be said.
 
         Raises:
             Exception: `compute` fails.
@@ -70,21 +74,23 @@ class ShareTrial:
         specs = tf.nest.map_structure(_any_rows, self._batch)
         traced = compiled(self._traced, input_signature=[specs, tf.TensorSpec([], tf.int64)])
         gathers = all_gathers()
+        within_rounding = functools.partial(_are_same, tolerance=tolerance(self._model))
         with as_in_evaluation(self._model):
             for draw in range(_DRAWS if seeds(self._model) else 1):
                 share = functools.partial(self._share, traced, draw)
                 of_all, again = share(0, self._rows), share(0, self._rows)
                 # With `all_gather`, to look at all rows is the purpose. Random numbers other than those of layers
                 # differ from call to call: they say nothing of other rows.
-                if all_gathers() != gathers or not _same(of_all, again, tolerance):
-                    return True
+                if all_gathers() != gathers or not within_rounding(of_all, again).all():
+                    return None
                 cut = min(_OF_FIRST, self._rows - 1)
-                if not _same(of_all, share(0, cut) + share(cut, self._rows), tolerance):
-                    return False
-        return True
+                same = within_rounding(of_all, share(0, cut) + share(cut, self._rows))
+                if not same.all():
+                    return int(np.argmin(same))
+        return None
 
     def _share(self, traced: Callable[[Batch, tf.Tensor], tf.Tensor], draw: int, first: int, end: int) -> np.ndarray:
-        """The sums of some rows.
+        """The numbers of some rows.
 
         Args:
             traced: the traced function.
@@ -93,20 +99,43 @@ class ShareTrial:
             end: the row after the last one.
         """
         batch = tf.nest.map_structure(lambda tensor: tensor[first:end], self._batch)
-        with put_back([*self._changing, *seeds(self._model)]):
+        with put_back([*changing(self._model), *seeds(self._model)]):
             for seed in seeds(self._model):
                 value = seed.numpy()
                 seed.assign(value + np.array([0, 101 * draw], value.dtype))
             return traced(batch, tf.constant(first, tf.int64)).numpy()
 
     def _traced(self, batch: Batch, first: tf.Tensor) -> tf.Tensor:
-        """The sums of a share whose first row is that of number `first`."""
+        """The numbers of a share whose first row is that of number `first`."""
         zero = tf.constant(0, tf.int64)
-        rows = Rows(batch, first, zero, zero, first + tf.range(count(batch)))
+        n = count(batch)
+        rows = Rows(batch, first, zero, zero, first + tf.range(n))
         # A backend of one replica: the shares are computed one after the other, without a collective.
         with within(TriedReplica(Backend(), rows, seed=0, most=self._rows)):
             values = as_written(self._compute)(batch)
-        return tf.stack(self._sums.sums(values, tf.float64)[1])
+        return tf.stack(self._numbers(values, n))
+
+
+def changing(model: Model) -> list[tf.Variable]:
+    """The variables that a call of the model may change, without those whose changes are known to be right."""
+    # BatchNormalization's statistics are those of all replicas. Seeds count calls.
+    known = set(map(id, batch_norm_variables(model))) | set(map(id, seeds(model)))
+    variables = []
+    for variable in state(model) + normalized_kernels(model):
+        if id(variable) not in known:
+            variables.append(variable)
+    return variables
+
+
+def tolerance(model: Model) -> float:
+    """The relative difference that rounding makes at most, if a batch has another size.
+
+    A greater one would hide neighbors that matter little to a model that isn't trained yet.
+    """
+    for layer in layers(model):
+        if getattr(layer, "compute_dtype", None) in _HALF:
+            return 0.02
+    return 1e-3
 
 
 def _any_rows(tensor: tf.Tensor) -> tf.TensorSpec:
@@ -114,6 +143,6 @@ def _any_rows(tensor: tf.Tensor) -> tf.TensorSpec:
     return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
 
 
-def _same(one: np.ndarray, other: np.ndarray, tolerance: float) -> bool:
-    """Whether numbers are the same, up to rounding."""
-    return np.allclose(one, other, tolerance, 1e-6, equal_nan=True)
+def _are_same(one: np.ndarray, other: np.ndarray, tolerance: float) -> np.ndarray:
+    """Which numbers are the same, up to rounding."""
+    return np.isclose(one, other, tolerance, 1e-6, equal_nan=True)

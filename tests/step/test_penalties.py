@@ -26,6 +26,8 @@ class Penalty(keras.layers.Layer):
             self.add_loss(tf.reduce_mean(squares))
         if self.kind == "masked" or (self.kind == "masked in training" and training):
             self.add_loss(masked_mean(squares))
+        if self.kind == "balanced" and training:  # as experts are, of a mixture
+            self.add_loss(tf.reduce_sum(tf.reduce_mean(squares, 0) * tf.reduce_mean(inputs, 0)))
         if self.kind == "masked of all":
             self.add_loss(masked_mean(loop.all_gather(squares)))
         return inputs
@@ -48,6 +50,9 @@ class Penalised(Prime):
         dense = keras.layers.Dense(5, activation="tanh")
         if self.kind == "activity":
             return [keras.layers.Dense(5, activity_regularizer=keras.regularizers.L2(0.1))]
+        if self.kind == "balanced":
+            normalized = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.2, seed=3)]
+            return [dense, *normalized, Penalty(self.kind)]
         return [dense, Penalty(self.kind)]
 
     def compute(self, model, batch, training):
@@ -75,7 +80,7 @@ def test_with_accumulate_that_is_said(quiet):
     weights(Penalised(weighted=False), quiet, accumulate=2)  # rows weigh the same: nothing to say
 
 
-@pytest.mark.parametrize("kind", ["masked", "masked in training"])
+@pytest.mark.parametrize("kind", ["masked", "masked in training", "balanced"])
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"backend": ("mirrored", 2)}])
 def test_a_mean_over_what_a_mask_leaves_is_said(kind, options, quiet):
     if "backend" in options:
