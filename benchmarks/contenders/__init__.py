@@ -34,6 +34,7 @@ CONTENDERS = {
     ),
     "by hand, a call a step": Contender("by_hand", {"ways": ["step"]}),
     "by hand, in graph": Contender("by_hand", {"ways": ["arrays 50", "arrays 500", "dataset 50", "dataset 500"]}),
+    "by hand, in graph, arrays": Contender("by_hand", {"ways": ["arrays 50", "arrays 500"]}),
     "by hand, in graph, checked": Contender("by_hand", {"ways": ["arrays 50", "arrays 500"], "checked": True}),
     "by hand, in graph, rows looked up": Contender("by_hand", {"ways": ["arrays 50", "arrays 500"], "rows": True}),
     "by hand, XLA scan": Contender("by_hand", {"ways": ["scan 50"]}),
