@@ -77,7 +77,7 @@ def _adds_up(compute: Compute, example: Batch, trial: Trial, model: Model, sums:
 
     assert trial.rows is not None  # replicas or micro-batches share a batch
     with contextlib.suppress(Exception):
-        return shares.ShareTrial(compute, example, model, numbers, trial.rows.batch_size).first_wrong() is None
+        return shares.ShareTrial(compute, example, model, numbers, trial.rows).first_wrong() is None
     return True
 
 

@@ -126,7 +126,7 @@ class PenaltyTrial:
             _with_padding(trial.example),
             self._model,
             times_rows,
-            trial.rows.batch_size,
+            trial.rows,
             _ORDER,
         )
         wrong = shares.first_wrong()

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.backends.base import Backend
-from loop.data import Rows, count
+from loop.data import RowCounts, Rows, count
 from loop.model.variables import layers
 from loop.step.batch_norm import as_in_evaluation, batch_norm_variables, normalized_kernels, seeds, state
 from loop.step.example_trace import Compute, put_back
@@ -43,7 +43,7 @@ class ShareTrial:
         example: a few examples as a batch.
         model: the model.
         numbers: what must add up over the shares.
-        most: the greatest number of rows to try.
+        counts: the numbers of rows that batches have in the run.
         order: which of the examples are tried.
     """
 
@@ -53,10 +53,12 @@ class ShareTrial:
         example: Batch,
         model: Model,
         numbers: Numbers,
-        most: int,
+        counts: RowCounts,
         order: Sequence[int] = ROWS,
     ) -> None:
         self._compute = compute
+        # No more than two replicas have: a model may be so large that a device holds few rows.
+        most = min(counts.batch_size, 2 * max(counts.whole))
         places = tf.constant(order[: max(2, most)]) % tf.shape(tf.nest.flatten(example)[0])[0]
         self._rows = len(places)
         self._batch = tf.nest.map_structure(lambda tensor: tf.gather(tensor, places), example)
@@ -101,6 +103,7 @@ class ShareTrial:
         batch = tf.nest.map_structure(lambda tensor: tensor[first:end], self._batch)
         with put_back([*changing(self._model), *seeds(self._model)]):
             for seed in seeds(self._model):
+                # A seed generator has two numbers, of which the second one counts its draws.
                 value = seed.numpy()
                 seed.assign(value + np.array([0, 101 * draw], value.dtype))
             return traced(batch, tf.constant(first, tf.int64)).numpy()
