@@ -6,6 +6,7 @@ Run it as `uv run python docs/figures.py`; it takes some minutes. `--draw` only 
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import html
 import json
@@ -48,7 +49,9 @@ SMALLEST, LARGEST = -16, 0
 
 def main() -> None:
     """Measures, unless `--draw` was typed, and draws."""
-    if "--draw" not in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draw", action="store_true", help="draw what was measured before")
+    if not parser.parse_args().draw:
         MEASURED.write_text(json.dumps(measure(), indent=1) + "\n")
     for name, picture in drawings().items():
         (IMAGES / name).write_text(picture)
