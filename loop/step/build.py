@@ -145,7 +145,7 @@ def build(
         minimized = {"": names}
         if type(task).train_step is not TrainTask.train_step:  # which may make variables of its own
             with put_back(_state(task, model, made, backend)):
-                watch = functools.partial(warn_of_minimized, trial, model)
+                watch = functools.partial(warn_of_minimized, trial, model, backend)
                 minimized = tried_step(task, optimizer, model, trial, backend, watch)
         _check_trainable(task, model)
         check_dtypes(model)
@@ -223,8 +223,8 @@ def _try_compute(
     """
     if type(task).compute is TrainTask.compute and type(task).train_step is not TrainTask.train_step:
         return [], Penalties()
-    call = as_in_replica(backend, functools.partial(task.compute, model))
-    compute = PenaltyTrial(call, model)
+    given = functools.partial(task.compute, model)
+    compute = PenaltyTrial(given, model, backend)
     with put_back(_state(task, model, made, backend)):
         names = trial.names(compute)
         penalties = compute.found(trial)
@@ -234,7 +234,7 @@ def _try_compute(
             with contextlib.suppress(Exception), put_back(_state(task, model, made, backend)):
                 penalties = compute.found_in_training(trial, penalties)
         if not warn_of_state(compute.in_training, trial, model):
-            warn_of_loss(call, trial, model, names)
+            warn_of_loss(given, trial, model, backend, names)
     return names, penalties
 
 

@@ -301,7 +301,7 @@ class StepTrial:
             raise UsageError(f"step.minimize(..., {optimizer!r}): build_optimizer() has no such optimizer ({existing})")
         compute = as_in_replica(self._backend, values)
         names = self._trial.names(compute)
-        self._watch(compute, names)
+        self._watch(values, names)
         if self.minimized.setdefault(optimizer, names) != names:
             raise UsageError(
                 f"step.minimize(..., {optimizer!r}) was called with values {', '.join(self.minimized[optimizer])}, and "

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
+from loop.backends.base import Backend
 from loop.model.variables import variable_names
 from loop.step import shares
 from loop.step.batch_norm import seeds
 from loop.step.example_trace import Compute, Trial, put_back
 from loop.step.metric_sums import MetricSums
-from loop.step.replica import all_gathers, probing, undecorated
+from loop.step.replica import all_gathers, as_in_replica, probing
 from loop.task import Batch, Model, Values
 
 _REMEDY = "Take the rows of all replicas from loop.all_gather(...); `tfloop verify` shows the difference"
@@ -25,19 +26,22 @@ _REMEDY_OF_DRAWS = (
 )
 
 
-def warn_of_loss(compute: Callable[..., Values], trial: Trial, model: Model, names: Sequence[str]) -> None:
+def warn_of_loss(
+    compute: Callable[..., Values], trial: Trial, model: Model, backend: Backend, names: Sequence[str]
+) -> None:
     """Warns if the sums over a batch aren't those of its parts, which replicas and micro-batches add up.
 
     Args:
-        compute: the function that `trial` has tried, with `training`.
+        compute: the task's function of a batch and of `training`, which `trial` has tried.
         trial: what it has returned.
         model: the model.
+        backend: the backend, in whose scope it is called.
         names: the names of its values.
     """
     if not trial.shares_batches or trial.seen is None:
         return
     changing = [*seeds(model), *shares.changing(model)]
-    in_evaluation = functools.partial(compute, training=False)
+    in_evaluation = functools.partial(as_in_replica(backend, compute), training=False)
     repeatable = _repeatable(in_evaluation, changing)
     together, alone = trial.seen
     if changing:  # the trial has drawn other numbers in each call, or has changed the state
@@ -46,26 +50,26 @@ def warn_of_loss(compute: Callable[..., Values], trial: Trial, model: Model, nam
     sums = MetricSums(names, trial.metrics)
     # Examples may be mixed in training alone. What an evaluation computes is tried only if an example has another loss
     # alone: most losses end there.
-    given = undecorated(compute)
-    depends = not _adds_up(lambda batch: given(batch, training=True), example, trial, model, sums)
+    depends = not _adds_up(lambda batch: compute(batch, training=True), example, trial, model, sums)
     if not depends and not _same(together["loss"][:1], alone["loss"], shares.tolerance(model)):
-        depends = not _adds_up(lambda batch: given(batch, training=False), example, trial, model, sums)
+        depends = not _adds_up(lambda batch: compute(batch, training=False), example, trial, model, sums)
     if depends:
         _warn_of_neighbors(trial, bool(seeds(model)))
 
 
-def warn_of_minimized(trial: Trial, model: Model, values: Compute, names: Sequence[str]) -> None:
+def warn_of_minimized(trial: Trial, model: Model, backend: Backend, values: Compute, names: Sequence[str]) -> None:
     """Warns as `warn_of_loss` and `warn_of_state` do, of a function that is given to `step.minimize`.
 
     Args:
         trial: has the examples.
         model: the model.
-        values: the function, which `trial` has tried.
+        backend: the backend, in whose scope it is called.
+        values: the task's function, which `trial` has tried.
         names: the names of the values.
     """
-    if warn_of_state(values, trial, model) or not trial.shares_batches or trial.seen is None:
+    if warn_of_state(as_in_replica(backend, values), trial, model) or not trial.shares_batches or trial.seen is None:
         return
-    if not _adds_up(undecorated(values), trial.example, trial, model, MetricSums(names, trial.metrics)):
+    if not _adds_up(values, trial.example, trial, model, MetricSums(names, trial.metrics)):
         _warn_of_neighbors(trial, bool(seeds(model)))
 
 

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from loop.backends.base import Backend
 from loop.model.variables import layers, losses
 from loop.step.example_trace import Trial
-from loop.step.replica import undecorated
+from loop.step.replica import as_in_replica
 from loop.step.shares import ShareTrial
 from loop.task import Batch, Model, Values
 
@@ -31,12 +32,14 @@ class PenaltyTrial:
     """Calls `compute` while it is tried, and notes what layers add to the loss in each call.
 
     Args:
-        compute: a function of a batch and of `training`.
+        compute: the task's function of a batch and of `training`.
         model: the model that it calls.
+        backend: the backend, in whose scope it is called.
     """
 
-    def __init__(self, compute: Callable[..., Values], model: Model) -> None:
-        self._compute = compute
+    def __init__(self, compute: Callable[..., Values], model: Model, backend: Backend) -> None:
+        self._given = compute
+        self._compute = as_in_replica(backend, compute)
         self._model = model
         self._noted: list[list[float]] = []
         self._in_inference: list[float] = []
@@ -119,10 +122,9 @@ class PenaltyTrial:
                 names.append(owners.get(id(penalty), "the model"))
             return numbers
 
-        given = undecorated(self._compute)
         assert trial.rows is not None  # replicas or micro-batches share a batch
         shares = ShareTrial(
-            lambda batch: given(batch, training=True),
+            lambda batch: self._given(batch, training=True),
             _with_padding(trial.example),
             self._model,
             times_rows,

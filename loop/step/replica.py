@@ -345,8 +345,3 @@ def as_in_replica(backend: Backend, compute: Callable[P, Values]) -> Callable[P,
             return compute(*arguments, **named)
 
     return call
-
-
-def undecorated(compute: Callable[P, Values]) -> Callable[P, Values]:
-    """What `as_in_replica` was given: AutoGraph converts the task's own function alone."""
-    return compute.__wrapped__  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ FIELDS = (
 _FIELD_OF_COLUMN = {"engine": "backend", "duration": "seconds"}
 """The columns of the table whose names differ from the record's; `engine` is what older versions called a backend."""
 _ATTRIBUTE_OF_FIELD = {"lives": "attempts"}
-"""The fields whose names differ from the record's attributes: programs read the JSON output, so it keeps its names."""
+"""Fields with old names, which programs read in the JSON output; and the attributes of a record that hold them."""
 
 
 def field_of(column: str) -> str:
