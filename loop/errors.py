@@ -47,6 +47,10 @@ class PeerUsageError(UsageError):
     """Another worker has found a `UsageError`; the message names its rank and its error. Exit code 2."""
 
 
+class ReplicaWarning(UserWarning):
+    """A task whose numbers depend on the number of replicas; the message says by what."""
+
+
 @contextlib.contextmanager
 def no_exit() -> Iterator[None]:
     """Makes `sys.exit` an error: the run would look finished, and other workers would wait for this one.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TextIO, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -14,6 +16,7 @@ from loop.backends.base import Backend
 from loop.backends.host_collectives import fingerprint
 from loop.data import Rows, contents, count, evaluation_sets, first, in_float64
 from loop.data.host_random import seed_generators
+from loop.errors import ReplicaWarning
 from loop.model.precision import keras_precision
 from loop.model.variables import Layer, layers, model_variables
 from loop.options import Options
@@ -35,6 +38,31 @@ DEPENDS_ON_POSITION = (
     "are drawn with a seed of one's own, by every replica for its own rows. Use Keras's layers (Dropout, ...), or "
     "tf.random.stateless_* with loop.example_seed()"
 )
+
+
+@contextlib.contextmanager
+def kept_warnings() -> Iterator[list[str]]:
+    """Within it, warnings that numbers depend on the number of replicas are kept, and not shown."""
+    kept: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", ReplicaWarning)
+        show = warnings.showwarning
+
+        def keep(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if issubclass(category, ReplicaWarning):
+                kept.append(str(message))
+            else:
+                show(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = keep
+        yield kept
 
 
 def causes(task: TrainTask, options: Options) -> list[str]:

@@ -109,6 +109,7 @@ def verify(
     # One replica is compared with itself, too: numbers that differ there are random.
     in_process = [Backend(), *(backends.create("mirrored", n) for n in replicas)]
     comparisons: list[Comparison] = []
+    warned: list[str] = []  # of the first training that warned of something
     steps = 0
     with signals.temporary_directory("tfloop-verify-") as directory:
         problem = ""
@@ -126,7 +127,9 @@ def verify(
             steps = len({name.split("/")[1] for name in reference if name.startswith("gradients/")})
             for backend in in_process:
                 progress(f"{precision}: {_way(backend.name, backend.replicas)}")
-                numbers = record(task, backend, options)
+                with diagnose.kept_warnings() as told:
+                    numbers = record(task, backend, options)
+                warned = warned or told
                 comparisons.append(compare(precision, backend.name, backend.replicas, reference, numbers))
             if problem:
                 comparisons.append(Comparison(precision, job_engine, 2, note=problem))
@@ -134,11 +137,15 @@ def verify(
                 comparisons.append(compare(precision, job_engine, 2, reference, _read(Path(directory), precision)))
     progress("looking for causes")
     options = options_of(task, "float32", batch_size)
-    # Even if all numbers agree: a mistake may change nothing with this data.
-    causes = diagnose.causes(task, options)
-    if not causes and any(not comparison.same for comparison in comparisons):
-        causes = [UNKNOWN]
+    causes = _causes(task, options, warned, all(comparison.same for comparison in comparisons))
     return Report(type(task).__name__, options["batch_size"], steps, comparisons, causes, not causes, compared_on)
+
+
+def _causes(task: TrainTask, options: Options, warned: list[str], same: bool) -> list[str]:
+    """Why numbers differ, or would differ with other data; empty if they are the `same`, and nothing is known."""
+    # Even if all numbers agree: a mistake may change nothing with this data.
+    causes = diagnose.causes(task, options) or warned
+    return causes if causes or same else [UNKNOWN]
 
 
 def _reference(task: TrainTask, options: Options) -> Arrays | str:
@@ -305,7 +312,8 @@ def write(
     """Records a task in each precision, as the worker of a job; the chief writes the numbers."""
     for precision in BOUNDS:
         try:
-            numbers = record(task, backend, options_of(task, precision, batch_size, compile))
+            with diagnose.kept_warnings():  # the process that compares the numbers has the same ones
+                numbers = record(task, backend, options_of(task, precision, batch_size, compile))
         except Exception:
             if precision == "float32":
                 raise
@@ -342,6 +350,8 @@ def lines(report: Report) -> Iterator[tuple[str, bool | None]]:
     for comparison in report.comparisons:
         for text in _comparison_lines(comparison, width):
             yield text, comparison.same
+    if any(map(_differs_later, report.comparisons)):
+        yield "* only the first step is judged in float32: later ones may make more of rounding", None
     yield "", None
     for cause in report.causes:
         for line in terminal.wrapped(f"why: {cause}"):
@@ -363,11 +373,18 @@ def _comparison_lines(comparison: Comparison, width: int) -> Iterator[str]:
         for kind in KINDS:
             result += f"{number(comparison.differences[kind]):>{len(kind) + 2}}"
         result += "  same" if comparison.same else "  apart"
+        result += "*" if _differs_later(comparison) else ""
     yield f"{comparison.precision:9}{_way(comparison.engine, comparison.replicas):{width}}{result}"
     if comparison.note:
         yield from terminal.wrapped(comparison.note, indent=f"{'':9}")
     if comparison.first:
         yield from terminal.wrapped(f"first: {comparison.first}", indent=f"{'':9}")
+
+
+def _differs_later(comparison: Comparison) -> bool:
+    """Whether it counts as the same by its first step alone."""
+    bound = BOUNDS[comparison.precision]
+    return comparison.same and any(value > bound for value in comparison.differences.values())
 
 
 def _way(engine: str, replicas: int) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.backends.base import Backend
+from loop.errors import ReplicaWarning
 from loop.model.variables import variable_names
 from loop.step import shares
 from loop.step.batch_norm import seeds
@@ -93,7 +94,8 @@ def _warn_of_neighbors(trial: Trial, draws: bool) -> None:
         draws: whether the model draws random numbers.
     """
     sharing = _sharing(trial, _REMEDY_OF_DRAWS if draws else _REMEDY)
-    warnings.warn(f"the loss of an example depends on the other examples of its batch, {sharing}", stacklevel=2)
+    text = f"the loss of an example depends on the other examples of its batch, {sharing}"
+    warnings.warn(text, ReplicaWarning, stacklevel=2)
 
 
 def _repeatable(compute: Callable[..., Values], variables: Sequence[tf.Variable]) -> Callable[..., Values]:
@@ -198,7 +200,7 @@ def _warn_of_change(trial: Trial, name: str, before: np.ndarray, after: Sequence
     """
     of_few, *of_parts = after
     if by_rows and not all(_same_change(before, of_few, of_part) for of_part in of_parts):
-        warnings.warn(f"compute() changes {name} by its rows, {_sharing(trial)}", stacklevel=2)
+        warnings.warn(f"compute() changes {name} by its rows, {_sharing(trial)}", ReplicaWarning, stacklevel=2)
         return True
     if trial.parts > 1 and not np.array_equal(before, of_parts[0]):
         warnings.warn(

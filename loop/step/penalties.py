@@ -10,6 +10,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from loop.backends.base import Backend
+from loop.errors import ReplicaWarning
 from loop.model.variables import layers, losses
 from loop.step.example_trace import Trial
 from loop.step.replica import as_in_replica
@@ -99,6 +100,7 @@ class PenaltyTrial:
                     "each knows its own rows alone: the numbers depend on both. On several replicas, take the rows of "
                     "all from loop.all_gather(...) in the layer; or add a value of each example to the loss of "
                     "compute()",
+                    ReplicaWarning,
                     stacklevel=2,
                 )
         if trial.parts > 1 and is_uneven(self._values):

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.framework import tensor_util  # there is no public way to ask which sizes of a shape are known
 
-from loop.errors import UsageError
+from loop.errors import ReplicaWarning, UsageError
 from loop.model.variables import layers
 from loop.step.dropout import replace_dropout
 from loop.step.replica import TriedReplica, current
@@ -163,6 +163,7 @@ def _warn(what: str, fix: str) -> None:
         warnings.warn(
             f"layers {what}: each of {replica.backend.replicas} replicas has only its own examples, so that the "
             f"numbers depend on the number of replicas. {fix}",
+            ReplicaWarning,
             stacklevel=2,
         )
 

@@ -163,6 +163,20 @@ def test_a_loss_that_depends_on_other_examples_is_said_on_several_replicas(quiet
         fit(Pairs(dtype="float64"), accumulate=2, callbacks=quiet(), **OPTIONS)
 
 
+@pytest.mark.parametrize("batch_size", range(2, 12))
+def test_so_it_is_whatever_the_size_of_a_batch(batch_size, quiet):
+    # By the mean of a batch: that of shares which have the same examples is the same.
+    @dataclass
+    class Relative(Prime):
+        def compute(self, model, batch, training):
+            loss = super().compute(model, batch, training)["loss"]
+            return {"loss": loss * tf.stop_gradient(loss / tf.reduce_mean(loss)) ** 4}
+
+    given = {**OPTIONS, "batch_size": batch_size, "epochs": None, "steps": 1}
+    with pytest.warns(UserWarning, match="depends on the other examples of its batch"):
+        fit(Relative(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=quiet(), **given)
+
+
 class Circle(TrainTask):
     """A loss of pairs of one class, of which the first examples have none."""
 
