@@ -40,9 +40,15 @@ DEPENDS_ON_POSITION = (
 )
 
 
+UNKNOWN = (
+    "the cause can't be told from outside: look at what compute() makes of the variable that differs first, for a "
+    "number that depends on how many examples it sees, or on the rank"
+)
+
+
 @contextlib.contextmanager
 def kept_warnings() -> Iterator[list[str]]:
-    """Within it, warnings that numbers depend on the number of replicas are kept, and not shown."""
+    """Within it, warnings that numbers depend on the number of replicas are kept, each once, and not shown."""
     kept: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always", ReplicaWarning)
@@ -56,13 +62,33 @@ def kept_warnings() -> Iterator[list[str]]:
             file: TextIO | None = None,
             line: str | None = None,
         ) -> None:
-            if issubclass(category, ReplicaWarning):
-                kept.append(str(message))
-            else:
+            if not issubclass(category, ReplicaWarning):
                 show(message, category, filename, lineno, file, line)
+            elif str(message) not in kept:
+                kept.append(str(message))
 
         warnings.showwarning = keep
         yield kept
+
+
+def explained(task: TrainTask, options: Options, warned: list[str], same: bool) -> list[str]:
+    """Why numbers differ, or would differ with other data.
+
+    Args:
+        task: the task.
+        options: those it was trained with.
+        warned: what a training on several replicas has warned of.
+        same: whether all numbers were the same.
+
+    Returns:
+        The causes, each with its fix; empty if the numbers are the same, and no mistake is known.
+    """
+    # Even if all numbers agree: a mistake may change nothing with this data.
+    found = causes(task, options)
+    # A warning says what draws numbers by place; and what compares rows may look as if it did.
+    if warned and (not found or found == [DEPENDS_ON_POSITION]):
+        return warned
+    return found if found or same else [UNKNOWN]
 
 
 def causes(task: TrainTask, options: Options) -> list[str]:

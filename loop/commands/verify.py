@@ -137,15 +137,8 @@ def verify(
                 comparisons.append(compare(precision, job_engine, 2, reference, _read(Path(directory), precision)))
     progress("looking for causes")
     options = options_of(task, "float32", batch_size)
-    causes = _causes(task, options, warned, all(comparison.same for comparison in comparisons))
+    causes = diagnose.explained(task, options, warned, all(comparison.same for comparison in comparisons))
     return Report(type(task).__name__, options["batch_size"], steps, comparisons, causes, not causes, compared_on)
-
-
-def _causes(task: TrainTask, options: Options, warned: list[str], same: bool) -> list[str]:
-    """Why numbers differ, or would differ with other data; empty if they are the `same`, and nothing is known."""
-    # Even if all numbers agree: a mistake may change nothing with this data.
-    causes = diagnose.causes(task, options) or warned
-    return causes if causes or same else [UNKNOWN]
 
 
 def _reference(task: TrainTask, options: Options) -> Arrays | str:
@@ -179,12 +172,6 @@ def _why_not(task: TrainTask, error: BaseException) -> str:
         f"not compared: the task has float32 written into it{where}; what counts is the comparison in float32. To "
         "compare in float64, too, use the dtype of the batch, or keras.config.floatx()"
     )
-
-
-UNKNOWN = (
-    "the cause can't be told from outside: look at what compute() makes of the variable that differs first, for a "
-    "number that depends on how many examples it sees, or on the rank"
-)
 
 
 def options_of(task: TrainTask, precision: str, batch_size: int | None, compile: str | None = None) -> Options:

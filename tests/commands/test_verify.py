@@ -238,12 +238,36 @@ class Centres(Unweighted):
         return found
 
 
+class Chosen(Unweighted):
+    """Planted: categories that can't be drawn by row."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.seeds = keras.random.SeedGenerator(3)
+        return model
+
+    def compute(self, model, batch, training):
+        drawn = keras.random.categorical(batch[0], 1, seed=model.seeds)
+        return super().compute(model, (batch[0] + tf.cast(drawn, batch[0].dtype), batch[1]), training)
+
+
+class Related(Unweighted):
+    """Planted: a likelihood of the batch as a whole, whose parts depend on the order of its rows."""
+
+    def compute(self, model, batch, training):
+        loss = super().compute(model, batch, training)["loss"]
+        near = tf.exp(-tf.reduce_sum((batch[0][:, None] - batch[0][None]) ** 2, -1))
+        return {"loss": tf.linalg.matvec(tf.linalg.cholesky(near + tf.eye(tf.shape(near)[0], dtype=near.dtype)), loss)}
+
+
 MISTAKES = {
     MeanInside: "a mean inside the loss: all examples of a batch have the same loss",
     Sized: "a loss that depends on the batch size",
     Unsynchronized: "an unsynchronized BatchNorm: batch_normalization",
     Dependent: "batch-dependent layers: what centred makes of an example",
     Unseeded: "random ops without our seeds: RandomStandardNormal",
+    Chosen: "layers draw random numbers for each example by `categorical`, which can't be drawn by row: each of 3",
+    Related: "the loss of an example depends on the other examples of its batch, of which each of 3 replicas has only",
     Hardest: "the loss of an example depends on the other examples of its batch, of which each of 3 replicas has only",
     Centres: "compute() changes sequential/centre by its rows, of which each of 3 replicas has only its own",
     HostRandom: r"host randomness in the data: train_data() gives other examples",
