@@ -120,28 +120,32 @@ def watched(heard: Callable[[int], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def interrupting(always: Sequence[int] = ()) -> Iterator[None]:
+def interrupting(always: Sequence[int] = ()) -> Iterator[list[int]]:
     """Within it, each of `stops` raises KeyboardInterrupt, so that a command cleans up; a second one ends it at once.
+
+    Yields:
+        A list that gets the number of the first signal.
 
     Args:
         always: signals that are handled even if this process ignores them: a shell starts background jobs so that
             they ignore SIGINT.
     """
     wishes = Wishes()
+    first: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        before = wishes.count
         if wishes.hear(number) > 1:
             die(number)
-        if not before:  # else it is the same wish, and the command already cleans up
-            raise KeyboardInterrupt(number)
+        if not first:  # else it is the same wish, and the command already cleans up
+            first.append(number)
+            raise KeyboardInterrupt
 
     actions: dict[int, Handler] = {}
     for number in stops():
         if number in always or signal.getsignal(number) != signal.SIG_IGN:
             actions[number] = interrupt
     with handled(actions):
-        yield
+        yield first
 
 
 def die(number: int) -> None:
