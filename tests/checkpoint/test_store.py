@@ -407,6 +407,15 @@ def test_a_wrong_url_that_is_typed_has_its_fix(typed, command):
     assert "give a URL without user, query and fragment" in err
 
 
+@pytest.mark.parametrize("typed", [["train", "digits", "--run-dir"], ["runs", "--root"], ["export", "--trust"]])
+def test_a_machine_that_takes_no_state_is_told_the_fix(typed, tmp_path, monkeypatch, command):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    code, out, err = command(*typed, f"file://{tmp_path}/runs", *(["weights.npz"] if typed[0] == "export" else []))
+    assert (code, out) == (2, "")
+    assert "can't be made (Not a directory): set XDG_STATE_HOME to a directory that can be written\n" in err
+
+
 @pytest.mark.parametrize("typed", ["s3://", "s3://bucket/../runs", "http://host/"])
 def test_a_wrong_folder_of_runs_is_named_as_it_was_typed(typed, command):
     code, _, err = command("runs", "--root", typed)

@@ -47,7 +47,7 @@ def mirrored(url: str) -> Iterator[Path]:
         StoreError: the store doesn't answer, or has other bytes than were written.
     """
     directory = address.directory_of(url, address.SPOOLS)
-    directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    address.make(directory.parent)
     # The lock of the spool, for processes of this machine; then the lease, for those of all.
     with lock.locked(directory.parent):
         bucket = Bucket(url, make=True)
@@ -241,7 +241,7 @@ def copy(url: str, checkpoints: bool = True) -> Path:
         StoreError: the store doesn't answer.
     """
     directory = address.directory_of(url, address.COPIES)
-    directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    address.make(directory.parent)
     with lock.locked(directory.parent, wait=60):
         bucket = Bucket(url)
         if address.url_of_copy(directory) is None:  # nothing says of which state these files are
@@ -268,7 +268,7 @@ def copies_below(url: str) -> Path:
         StoreError: the store doesn't answer.
     """
     folder = address.place(f"{url}/", address.COPIES)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    address.make(folder)
     names = runs_below(url)
     for name in names:
         try:
