@@ -281,6 +281,24 @@ def test_a_start_that_fails_costs_nothing_of_what_was_here_or_brought(store, url
     assert is_tidy(url)
 
 
+def test_a_try_on_another_machine_costs_nothing_of_what_was_here(store, url, tmp_path, monkeypatch, capfd):
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+    with copies.mirrored(url):
+        store.down = True
+        write(directory, 2)
+    store.down = False
+    monkeypatch.setenv(copies.LEASE, "1")
+    other_machine(monkeypatch, tmp_path)
+    with pytest.raises(ZeroDivisionError), copies.mirrored(url):
+        raise ZeroDivisionError
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    with copies.mirrored(url):
+        assert steps_in(directory) == [1, 2]
+    assert "another machine has gone on" not in capfd.readouterr().err
+    assert steps_in(copies.copy(url)) == [1, 2]
+
+
 @pytest.mark.parametrize("moment", ["_prepare_spool", "Mirror"])
 def test_a_kill_while_the_lease_is_taken_costs_nothing_of_what_was_here(moment, store, url, monkeypatch, capfd):
     def killed(*args):
@@ -547,7 +565,7 @@ def test_what_others_remove_from_the_store_is_delivered_again(store, url, tmp_pa
     lost = believed(bucket).files["checkpoints/step-00000002/manifest.json"]["key"]
     bucket.delete([lost])
     other_machine(monkeypatch, tmp_path, "a third")
-    with pytest.raises(StoreError, match=f"{lost} isn't there"):
+    with pytest.raises(StoreError, match=f"{lost} isn't there: .*, tfloop sync {url} delivers it"):
         copies.copy(url)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
     assert copies.deliver(url)

@@ -70,18 +70,19 @@ def mirrored(url: str) -> Iterator[Path]:
             mirror.close()
 
 
-def _prepare_spool(url: str, directory: Path, nonce: str, before: str) -> None:
+def _prepare_spool(url: str, directory: Path, nonce: str, before: State | None) -> None:
     """Puts a spool aside that is older than the store, and notes who goes on from whom.
 
     Args:
         url: of the run.
         directory: its spool.
         nonce: that of this process, which has taken the lease.
-        before: that of the owner from whose state it goes on.
+        before: the state from which it goes on.
     """
     note = directory.parent / address.ABOUT
     about = read_json(note)
-    if directory.exists() and before not in (about.get("nonce", ""), about.get("before")):
+    whose = before.nonces if before else {""}
+    if directory.exists() and whose.isdisjoint((about.get("nonce", ""), about.get("before"))):
         if before:
             # Another process had the lease in between: what is here may not be the beginning of what the store has.
             aside = directory.with_name(f"{directory.name}.stale-{secrets.token_hex(4)}")
@@ -91,18 +92,21 @@ def _prepare_spool(url: str, directory: Path, nonce: str, before: str) -> None:
             tell(f"note: {url}: the store has no run any more: going on with what this machine has")
     # Both, and before the store has the first state of this process: after a kill around that moment, the next start
     # finds one of the two there, and goes on with what is here. It may be more than was delivered.
-    write_json(note, {"url": url, "nonce": nonce, "before": before, "delivered": False})
+    taken_from = before.owner.get("nonce") if before else ""
+    write_json(note, {"url": url, "nonce": nonce, "before": taken_from, "delivered": False})
 
 
 def _taken(
-    bucket: Bucket, ended: str | None = None, prepare: Callable[[str, str], object] = lambda nonce, before: None
+    bucket: Bucket,
+    ended: str | None = None,
+    prepare: Callable[[str, State | None], object] = lambda nonce, before: None,
 ) -> Lease:
     """The lease of a run, for this process; waits for an owner that doesn't renew it.
 
     Args:
         bucket: that of the run.
         ended: the nonce of an owner that has ended without the store; its process may be alive, as a notebook's is.
-        prepare: called with the nonces of this owner and the one before; see `Lease.try_take`.
+        prepare: called with the nonce of this owner, and the state of the one before; see `Lease.try_take`.
 
     Raises:
         UsageError: its owner renews it.
