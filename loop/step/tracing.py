@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from loop.errors import UsageError
+from loop.launch import signals
 
 _autograph = tf.__internal__.autograph  # there is no public interface; Keras uses this one, too
 _OUTSIDE = _autograph.control_status_ctx()
+atexit.register(signals.remove_generated_code)
 
 
 def as_written(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,17 +38,6 @@ def as_written(function: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return call
-
-
-@atexit.register
-def _remove_bytecode() -> None:
-    """Removes what Python has kept of the files that AutoGraph has written: TensorFlow removes the files alone."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("__autograph_generated_file"):
-            path = Path(importlib.util.cache_from_source(str(module.__file__)))
-            with contextlib.suppress(OSError):  # it isn't there, or other processes have theirs in its folder
-                path.unlink(missing_ok=True)
-                path.parent.rmdir()
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Any:
