@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit code after Ctrl-C, by the shell's convention."""
 CLOSED = []
 STREAMS = []
 """The streams that replace closed ones. They are kept, since `guard_streams` uses their buffers."""
@@ -22,7 +24,7 @@ for descriptor in range(3):  # in this order: each takes the lowest number that 
 
 def leave(number: int, frame: object) -> None:
     """Ends the process silently, on Ctrl-C during the imports. Afterwards, `main` handles it."""
-    os._exit(130)
+    os._exit(INTERRUPTED)
 
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -38,7 +40,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from callbacks.run_record.redaction import guard_streams
+from callbacks.run_record.redaction import guard_streams, tell
 from loop.commands import command_line
 from loop.commands.cli import help as help_
 from loop.commands.cli.checks import chaos, replay, rerun, verify
@@ -90,17 +92,21 @@ def main() -> None:
     guard_streams()
     command_line.show_own_warnings_as_lines()
     forget_inherited_job()
+    heard: list[int] = []
     try:
         command_line.check(sys.argv[1:])
         # Training, and the workers of a job, have handlers of their own.
         own = JOB in os.environ or sys.argv[1:2] == ["train"]
-        with contextlib.nullcontext() if own else signals.interrupting(), no_exit():
+        with contextlib.nullcontext(heard) if own else signals.interrupting() as heard, no_exit():
             code = typer.main.get_command(app).main(prog_name="tfloop", standalone_mode=False) or 0
-    except KeyboardInterrupt as error:
-        # By the shell's convention: 128 and the signal, which `signals.interrupting` has put into the error.
-        code = 128 + (error.args[0] if error.args else signal.SIGINT)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
     except Exception as error:
         code = command_line.report_error(error)
+    # typer makes 130 of each KeyboardInterrupt. The shell's convention is 128 and the signal.
+    if code == INTERRUPTED and heard not in ([], [signal.SIGINT]):
+        code = 128 + heard[0]
+        tell(f"stopped by {signal.Signals(heard[0]).name}")
     with contextlib.suppress(OSError):  # a terminal that is gone
         if 1 in CLOSED and "--json" in sys.argv:
             print("note: stdout is closed: the result isn't shown", file=sys.stderr)

@@ -21,7 +21,7 @@ from callbacks.files import FileError, MovedError, hidden_name, replacing
 from callbacks.nearest import nearest
 from callbacks.run_record.redaction import tell
 from loop.errors import BAD_INPUT, FAILED, TrainingError, UsageError
-from loop.launch import explain
+from loop.launch import explain, worker
 from loop.launch.backend_choice import MOST_WORKERS
 from loop.launch.environment import JOB
 
@@ -171,8 +171,11 @@ def report_error(error: Exception) -> int:
 
 
 def _say_once(text: str) -> None:
-    """Says what went wrong, unless it is the launcher that says it, once for all workers."""
-    if JOB not in os.environ:
+    """Says what went wrong, unless it is the launcher that says it, once for all workers.
+
+    On a full disk, a worker may be unable to report to it.
+    """
+    if JOB not in os.environ or not worker.has_reported():
         say(text)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import importlib.util
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -120,28 +122,32 @@ def watched(heard: Callable[[int], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def interrupting(always: Sequence[int] = ()) -> Iterator[None]:
+def interrupting(always: Sequence[int] = ()) -> Iterator[list[int]]:
     """Within it, each of `stops` raises KeyboardInterrupt, so that a command cleans up; a second one ends it at once.
+
+    Yields:
+        A list that gets the number of the first signal.
 
     Args:
         always: signals that are handled even if this process ignores them: a shell starts background jobs so that
             they ignore SIGINT.
     """
     wishes = Wishes()
+    first: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        before = wishes.count
         if wishes.hear(number) > 1:
             die(number)
-        if not before:  # else it is the same wish, and the command already cleans up
-            raise KeyboardInterrupt(number)
+        if not first:  # else it is the same wish, and the command already cleans up
+            first.append(number)
+            raise KeyboardInterrupt
 
     actions: dict[int, Handler] = {}
     for number in stops():
         if number in always or signal.getsignal(number) != signal.SIG_IGN:
             actions[number] = interrupt
     with handled(actions):
-        yield
+        yield first
 
 
 def die(number: int) -> None:
@@ -215,9 +221,25 @@ def end_groups(leaders: Iterable[int] = ()) -> None:
             os.killpg(leader, signal.SIGKILL)
 
 
+def remove_generated_code() -> None:
+    """Removes the files that AutoGraph has written for this process alone, and Python's bytecode of them.
+
+    TensorFlow removes the files by itself, but not those of bytecode, and nothing where `leave` ends the process.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("__autograph_generated_file"):
+            path = Path(str(module.__file__))
+            bytecode = Path(importlib.util.cache_from_source(str(path)))
+            with contextlib.suppress(OSError):  # it isn't there, or other processes have theirs in its folder
+                path.unlink(missing_ok=True)
+                bytecode.unlink(missing_ok=True)
+                bytecode.parent.rmdir()
+
+
 def leave(code: int) -> NoReturn:
     """Ends this process at once, from any thread; its temporary directories and processes of `_groups` don't stay."""
     end_groups()
     for directory in list(_directories):
         shutil.rmtree(directory, ignore_errors=True)
+    remove_generated_code()
     os._exit(code)

@@ -166,6 +166,12 @@ def reporting() -> Iterator[Reporter]:
         raise translated from error
 
 
+def has_reported() -> bool:
+    """Whether this worker's launcher has its report, and says the error; or is gone, with its directory."""
+    job = Path(os.environ[JOB])
+    return not job.is_dir() or (job / f"rank-{worker_name()}.json").exists()
+
+
 def as_peer_error(error: BaseException) -> BaseException:
     """A `PeerError` for a backend's error that means the loss of another worker; any other error as it is."""
     if not is_peer_loss(error) or (job_size() or 1) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import tensorflow as tf
 
 from loop.errors import UsageError
+from loop.launch import signals
 
 _autograph = tf.__internal__.autograph  # there is no public interface; Keras uses this one, too
 _OUTSIDE = _autograph.control_status_ctx()
+atexit.register(signals.remove_generated_code)
 
 
 def as_written(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -281,6 +281,24 @@ def test_a_start_that_fails_costs_nothing_of_what_was_here_or_brought(store, url
     assert is_tidy(url)
 
 
+def test_a_try_on_another_machine_costs_nothing_of_what_was_here(store, url, tmp_path, monkeypatch, capfd):
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+    with copies.mirrored(url):
+        store.down = True
+        write(directory, 2)
+    store.down = False
+    monkeypatch.setenv(copies.LEASE, "1")
+    other_machine(monkeypatch, tmp_path)
+    with pytest.raises(ZeroDivisionError), copies.mirrored(url):
+        raise ZeroDivisionError
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    with copies.mirrored(url):
+        assert steps_in(directory) == [1, 2]
+    assert "another machine has gone on" not in capfd.readouterr().err
+    assert steps_in(copies.copy(url)) == [1, 2]
+
+
 @pytest.mark.parametrize("moment", ["_prepare_spool", "Mirror"])
 def test_a_kill_while_the_lease_is_taken_costs_nothing_of_what_was_here(moment, store, url, monkeypatch, capfd):
     def killed(*args):
@@ -405,6 +423,15 @@ def test_a_wrong_url_that_is_typed_has_its_fix(typed, command):
     code, _, err = command(*typed, "s3://bucket/a?b")
     assert code == 2
     assert "give a URL without user, query and fragment" in err
+
+
+@pytest.mark.parametrize("typed", [["train", "digits", "--run-dir"], ["runs", "--root"], ["export", "--trust"]])
+def test_a_machine_that_takes_no_state_is_told_the_fix(typed, tmp_path, monkeypatch, command):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    code, out, err = command(*typed, f"file://{tmp_path}/runs", *(["weights.npz"] if typed[0] == "export" else []))
+    assert (code, out) == (2, "")
+    assert "can't be made (Not a directory): set XDG_STATE_HOME to a directory that can be written\n" in err
 
 
 @pytest.mark.parametrize("typed", ["s3://", "s3://bucket/../runs", "http://host/"])
@@ -538,7 +565,7 @@ def test_what_others_remove_from_the_store_is_delivered_again(store, url, tmp_pa
     lost = believed(bucket).files["checkpoints/step-00000002/manifest.json"]["key"]
     bucket.delete([lost])
     other_machine(monkeypatch, tmp_path, "a third")
-    with pytest.raises(StoreError, match=f"{lost} isn't there"):
+    with pytest.raises(StoreError, match=f"{lost} isn't there: .*, tfloop sync {url} delivers it"):
         copies.copy(url)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
     assert copies.deliver(url)

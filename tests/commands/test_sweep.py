@@ -270,6 +270,16 @@ def test_bad_input_is_one_line_before_anything_starts(command, arguments, messag
     assert not Path("runs").exists()
 
 
+def test_a_sweep_that_is_stopped_before_a_trial_may_be_started_again(command, monkeypatch):
+    def stopped(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep, "sweep", stopped)
+    code, out, err = command("sweep", "mine.py:Mine", "--grid", "rate=0.1")
+    assert (code, out) == (75, "")
+    assert err.endswith("stopped: no trial is under way; start again to go on\n")
+
+
 def test_an_example_is_meant_also_where_a_directory_has_its_name(command):
     Path("digits").mkdir()
     code, _, err = command("sweep", "digits", "--grid", "hiden=8,16")

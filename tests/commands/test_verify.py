@@ -379,6 +379,7 @@ def test_ctrl_c_among_real_processes_leaves_no_traceback_and_no_process(tmp_path
         out, err = process.communicate(timeout=240)
     assert (process.returncode, out) == (130, "")
     assert "Traceback" not in err
+    assert err.endswith("stopped: nothing is left behind\n")
     assert not psutil.wait_procs(workers, timeout=10)[1]
 
 

@@ -117,7 +117,8 @@ def test_a_port_that_is_taken_is_no_reason_to_fail(directory, capfd):
             assert f"port {port} can't be used" in capfd.readouterr().err
 
 
-def test_ctrl_c_ends_it_cleanly(directory, tmp_path):
+@pytest.mark.parametrize(("number", "code", "last"), [("SIGINT", 130, ""), ("SIGTERM", 143, "stopped by SIGTERM\n")])
+def test_a_signal_ends_it_cleanly(number, code, last, directory, tmp_path):
     command = [*TFLOOP, "watch", "one", "--port", "65535"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     try:
@@ -129,9 +130,9 @@ def test_ctrl_c_ends_it_cleanly(directory, tmp_path):
         with contextlib.closing(http.client.HTTPConnection(address, timeout=240)) as browser:
             browser.request("GET", "/")
             assert "Plain" in browser.getresponse().read().decode()  # its connection stays open
-            process.send_signal(signal.SIGINT)
+            process.send_signal(getattr(signal, number))
             out, error = process.communicate(timeout=240)
-            assert (process.returncode, out, error) == (130, "", "no longer watched\n")
+            assert (process.returncode, out, error) == (code, "", f"no longer watched\n{last}")
     finally:
         process.kill()
 

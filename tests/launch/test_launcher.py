@@ -1,6 +1,7 @@
 """Which backend `auto` is, and the messages for a malformed job; without TensorFlow."""
 
 import ast
+import errno
 import json
 import os
 import sys
@@ -9,8 +10,9 @@ import pytest
 
 from callbacks.run_record.redaction import mask
 from loop import UsageError
+from loop.commands import command_line
 from loop.errors import PeerError
-from loop.launch import machine, schedulers
+from loop.launch import environment, machine, schedulers
 from loop.launch.backend_choice import choose_backend
 from loop.launch.environment import START_TIMEOUT, horovod_meets_at, job_rank, job_size, read_tf_config, start_timeout
 from loop.launch.worker import as_peer_error
@@ -178,3 +180,15 @@ def test_backends_know_a_workers_side_and_not_who_starts_it():
                 assert {alias.name for alias in node.names} <= known, path
             elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("loop.launch."):
                 assert node.module.removeprefix("loop.launch.") in known, path
+
+
+@pytest.mark.parametrize("left", ["", "rank-0.json"])
+def test_a_worker_that_cannot_report_says_itself_why_it_has_ended(left, tmp_path, monkeypatch, capsys):
+    """It ended "without a word" when there was no room in the folder for temporary files."""
+    monkeypatch.setenv(environment.JOB, str(tmp_path))
+    monkeypatch.setenv(environment.WORKER, "0")
+    if left:
+        (tmp_path / left).touch()
+    full = OSError(errno.ENOSPC, "", "/tmp/rank-0.pid")
+    assert command_line.report_error(full) == 1
+    assert ("/tmp/rank-0.pid can't be written (No space left on device)" in capsys.readouterr().err) == (not left)

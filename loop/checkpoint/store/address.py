@@ -124,6 +124,20 @@ def place(url: str, kind: str, home: Path | None = None) -> Path:
     return (state / "tfloop" / "store" / kind).resolve() / key
 
 
+def make(directory: Path) -> None:
+    """Makes a directory of `place`, for this user alone.
+
+    Raises:
+        UsageError: it can't be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:  # such as in a container, whose user has a home directory of another
+        raise UsageError(
+            f"{directory} can't be made ({error.strerror}): set XDG_STATE_HOME to a directory that can be written"
+        ) from None
+
+
 def directory_of(url: str, kind: str, home: Path | None = None) -> Path:
     """The run directory of a URL on this machine; see `place`."""
     return place(url, kind, home) / unquote(url.rpartition("/")[2])

@@ -206,8 +206,11 @@ class Bucket:
                 with replacing(path, durable=True) as file:  # after an error, nothing of it is left
                     self._write(key, file, size, sha256, meanwhile)
                 return
-            except MissingError:  # asking again doesn't bring it
-                raise
+            except MissingError as error:  # asking again doesn't bring it
+                raise MissingError(
+                    f"{error}: on the machine that trained the run, tfloop sync {self.url} delivers it again; without "
+                    "that machine, the run can't go on at this URL: give another one"
+                ) from None
             except StoreError as error:
                 problem = error
             except OSError as error:

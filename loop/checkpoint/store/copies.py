@@ -47,7 +47,7 @@ def mirrored(url: str) -> Iterator[Path]:
         StoreError: the store doesn't answer, or has other bytes than were written.
     """
     directory = address.directory_of(url, address.SPOOLS)
-    directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    address.make(directory.parent)
     # The lock of the spool, for processes of this machine; then the lease, for those of all.
     with lock.locked(directory.parent):
         bucket = Bucket(url, make=True)
@@ -70,18 +70,19 @@ def mirrored(url: str) -> Iterator[Path]:
             mirror.close()
 
 
-def _prepare_spool(url: str, directory: Path, nonce: str, before: str) -> None:
+def _prepare_spool(url: str, directory: Path, nonce: str, before: State | None) -> None:
     """Puts a spool aside that is older than the store, and notes who goes on from whom.
 
     Args:
         url: of the run.
         directory: its spool.
         nonce: that of this process, which has taken the lease.
-        before: that of the owner from whose state it goes on.
+        before: the state from which it goes on.
     """
     note = directory.parent / address.ABOUT
     about = read_json(note)
-    if directory.exists() and before not in (about.get("nonce", ""), about.get("before")):
+    whose = before.nonces if before else {""}
+    if directory.exists() and whose.isdisjoint((about.get("nonce", ""), about.get("before"))):
         if before:
             # Another process had the lease in between: what is here may not be the beginning of what the store has.
             aside = directory.with_name(f"{directory.name}.stale-{secrets.token_hex(4)}")
@@ -91,18 +92,21 @@ def _prepare_spool(url: str, directory: Path, nonce: str, before: str) -> None:
             tell(f"note: {url}: the store has no run any more: going on with what this machine has")
     # Both, and before the store has the first state of this process: after a kill around that moment, the next start
     # finds one of the two there, and goes on with what is here. It may be more than was delivered.
-    write_json(note, {"url": url, "nonce": nonce, "before": before, "delivered": False})
+    taken_from = before.owner.get("nonce") if before else ""
+    write_json(note, {"url": url, "nonce": nonce, "before": taken_from, "delivered": False})
 
 
 def _taken(
-    bucket: Bucket, ended: str | None = None, prepare: Callable[[str, str], object] = lambda nonce, before: None
+    bucket: Bucket,
+    ended: str | None = None,
+    prepare: Callable[[str, State | None], object] = lambda nonce, before: None,
 ) -> Lease:
     """The lease of a run, for this process; waits for an owner that doesn't renew it.
 
     Args:
         bucket: that of the run.
         ended: the nonce of an owner that has ended without the store; its process may be alive, as a notebook's is.
-        prepare: called with the nonces of this owner and the one before; see `Lease.try_take`.
+        prepare: called with the nonce of this owner, and the state of the one before; see `Lease.try_take`.
 
     Raises:
         UsageError: its owner renews it.
@@ -241,7 +245,7 @@ def copy(url: str, checkpoints: bool = True) -> Path:
         StoreError: the store doesn't answer.
     """
     directory = address.directory_of(url, address.COPIES)
-    directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    address.make(directory.parent)
     with lock.locked(directory.parent, wait=60):
         bucket = Bucket(url)
         if address.url_of_copy(directory) is None:  # nothing says of which state these files are
@@ -268,7 +272,7 @@ def copies_below(url: str) -> Path:
         StoreError: the store doesn't answer.
     """
     folder = address.place(f"{url}/", address.COPIES)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    address.make(folder)
     names = runs_below(url)
     for name in names:
         try:

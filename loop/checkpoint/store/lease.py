@@ -51,7 +51,7 @@ class State:
     """A state of a run in the store."""
 
     position: Position  # where it stands
-    owner: JsonObject  # host, pid, and more about the process that wrote it
+    owner: JsonObject  # host, pid, and more about the process that wrote it; see `nonces`
     ttl: float = TTL  # for how many seconds the owner is believed to live
     sealed: bool = False  # whether it says what is to be believed. The first state of a lease only takes it.
     released: bool = False  # whether the owner has ended
@@ -69,6 +69,11 @@ class State:
     def object_keys(self) -> set[str]:
         """The names of the objects that it says are the run's."""
         return {about["key"] for about in [*self.files.values(), *self.journal]}
+
+    @property
+    def nonces(self) -> set[str]:
+        """Those of the owner that wrote it, and of the one that last changed what the run is."""
+        return {str(self.owner.get("nonce")), str(self.owner.get("author", self.owner.get("nonce")))}
 
     def encoded(self) -> bytes:
         """As the store has it, with a hash."""
@@ -174,19 +179,22 @@ class Lease:
         self._watched: Position | None = None
         self._since = 0.0
         self._renewed = 0.0
+        # The nonce of the owner that last changed the files. A machine that has them may go on after a start elsewhere
+        # that changed nothing, with what the store hasn't got of it.
+        self._author: object = owner["nonce"]
         self.state: State | None = None
 
     def try_take(
         self,
         is_dead: Callable[[JsonObject], bool] = lambda owner: False,
-        prepare: Callable[[str], object] = lambda taken_from: None,
+        prepare: Callable[[State | None], object] = lambda taken_from: None,
     ) -> State | None:
         """Takes the lease if it is free, or its owner is dead; else returns the state of the owner.
 
         Args:
             is_dead: whether an owner is a process of this machine that has ended.
-            prepare: called with the nonce of the owner whose state it goes on from, "" if there was none; before the
-                store says that it does.
+            prepare: called with the state that it goes on from, None if there was none; before the store says that it
+                does.
 
         Raises:
             UsageError: the store would let two processes take it.
@@ -227,21 +235,22 @@ class Lease:
             self._watched = newest.position
             self._since = self._clock()
         is_silent = self._clock() - self._since >= newest.ttl
-        is_own = newest.owner == self._owner  # an answer of the store was lost
+        is_own = newest.owner.get("nonce") == self._owner["nonce"]  # an answer of the store was lost
         return newest.released or is_silent or is_own or is_dead(newest.owner)
 
-    def _seal(self, first: State, prepare: Callable[[str], object]) -> None:
+    def _seal(self, first: State, prepare: Callable[[State | None], object]) -> None:
         """Writes the first state that is to be believed: what the last owner has written."""
         # The time before the store is asked, here and below: others may count from any moment after it.
         begun = self._clock()
         before = believed(self._bucket)
-        prepare(str(before.owner.get("nonce")) if before else "")
-        self.state = first
+        prepare(before)
         self._renewed = begun
-        if before is not None:
-            self.publish(before.files, before.journal)
+        if before is None:
+            self.state = first
         else:
-            self.publish({}, [])
+            self._author = before.owner.get("author", before.owner.get("nonce"))
+            self.state = dataclasses.replace(first, files=before.files, journal=before.journal)
+        self.publish(self.state.files, self.state.journal)
 
     @property
     def counter(self) -> int:
@@ -282,8 +291,11 @@ class Lease:
         assert self.state is not None
         begun = self._clock()
         counter, number = self.state.position
+        if _content(files, journal) != _content(self.state.files, self.state.journal):
+            self._author = self._owner["nonce"]
+        owner = {**self._owner, "author": self._author}
         # A number is used once: what a failed call has sent may arrive later.
-        self.state = State((counter, number + 1), self._owner, self._ttl, True, released, dict(files), list(journal))
+        self.state = State((counter, number + 1), owner, self._ttl, True, released, dict(files), list(journal))
         self._bucket.put(self.state.key, self.state.encoded())
 
         # After the write: a greater counter that isn't there now will find this state, and go on from it.
@@ -309,6 +321,16 @@ class Lease:
             except StoreError:
                 who = " by another process"
         raise LeaseLostError(f"{self._bucket.url} was taken over{who}: this process writes no more")
+
+
+def _content(files: JsonObject, journal: list[JsonObject]) -> list[tuple[str, str]]:
+    """What identifies the content of a run: its keys differ with each owner, which delivers some files again."""
+    content = []
+    for name, about in sorted(files.items()):
+        content.append((name, about["sha256"]))
+    for segment in journal:
+        content.append((JOURNAL, segment["sha256"]))
+    return content
 
 
 def _digest(body: JsonObject) -> str:

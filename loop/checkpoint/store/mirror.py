@@ -310,9 +310,9 @@ class Mirror:
     def note(self, delivered: bool, ended: bool = False) -> None:
         """Records, beside the run directory, what the next start on this machine has to know."""
         assert self._lease.state is not None
-        nonce = self._lease.state.owner["nonce"]
-        about = {"url": self._bucket.url, "nonce": nonce, "delivered": delivered, "ended": ended}
-        write_json(self._directory.parent / ABOUT, about)
+        owner = self._lease.state.owner
+        about = {"url": self._bucket.url, "nonce": owner["nonce"], "before": owner["author"]}
+        write_json(self._directory.parent / ABOUT, {**about, "delivered": delivered, "ended": ended})
 
 
 @contextlib.contextmanager

@@ -43,6 +43,7 @@ def verify(
     def job(directory: Path) -> str:
         code, problem, *_ = run_job(backend, 2, [*sys.argv[1:], "--record", str(directory)])
         if code == PREEMPTED:
+            tell("stopped: nothing is left behind")
             raise KeyboardInterrupt  # the wish to stop was for the whole command, not for its job alone
         return problem
 

@@ -176,12 +176,13 @@ def sweep(given: SweepArguments) -> None:
         plan = _plan(given)
     _refuse_in_job("sweep starts its trials itself: call it once, with --jobs and --workers")
     count = plan.trials(trials)
-    with stderr.quiet_start():
-        from loop.backends import devices
+    with stopped_clean("no trial is under way; start again to go on"):  # trials have handlers of their own
+        with stderr.quiet_start():
+            from loop.backends import devices
 
-        devices.prepare()  # before the task's module is imported: it may use TensorFlow
-        kind = task_loader.find(plan.target)
-    report = sweep_.sweep(plan, kind, count, given.jobs, directory)
+            devices.prepare()  # before the task's module is imported: it may use TensorFlow
+            kind = task_loader.find(plan.target)
+        report = sweep_.sweep(plan, kind, count, given.jobs, directory)
     show(report.as_json(), report.lines(), given.as_json)
     if report.stopped:
         tell(f"stopped; tfloop sweep {report.directory} goes on")
