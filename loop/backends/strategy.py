@@ -102,8 +102,8 @@ class StrategyBackend(Backend):
                 raise
             raise UsageError(
                 f"{type(optimizer).__name__} decides at each step whether to update (gradient_accumulation_steps, "
-                f"ema_overwrite_frequency), which TensorFlow can't with backend={self.name!r}: leave that out, and use "
-                "a larger batch_size with accumulate, or ema; or backend='horovod'"
+                f"ema_overwrite_frequency, or tf.cond in its code), which TensorFlow can't with backend={self.name!r}: "
+                "leave that out, and use a larger batch_size with accumulate, or ema; or backend='horovod'"
             ) from None
 
     def snapshot(self, variable: tf.Variable) -> tf.Tensor | np.ndarray:
