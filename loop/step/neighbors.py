@@ -83,7 +83,8 @@ def _adds_up(compute: Compute, example: Batch, trial: Trial, model: Model, sums:
         # Examples of weight 0 would show nothing, and all that are tried may be such.
         return weighted + sums.sums({**values, "weight": tf.ones_like(values["weight"])}, tf.float64)[1]
 
-    assert trial.rows is not None and trial.seen is not None  # replicas or micro-batches share a batch
+    assert trial.rows is not None  # replicas or micro-batches share a batch
+    assert trial.seen is not None
     weight = trial.seen[0].get("weight")
     has_zeros = weight is not None and bool(tf.reduce_any(tf.equal(weight, 0)))
     with contextlib.suppress(Exception):
