@@ -88,3 +88,15 @@ def test_a_mean_over_what_a_mask_leaves_is_said(kind, options, quiet):
     with pytest.warns(UserWarning, match=r"penalty.* adds a loss that isn't a mean over the rows of a batch"):
         weights(Penalised(kind=kind, weighted=False), quiet, **options)
     weights(Penalised(kind=kind, weighted=False), quiet)  # one replica has all rows: nothing to say
+
+
+class OfFloat32(Prime):
+    """Keras's regularizer has a factor in float32."""
+
+    def looked_up(self):
+        return [keras.layers.Dense(5, kernel_regularizer=keras.regularizers.OrthogonalRegularizer(0.1))]
+
+
+def test_a_regularizer_that_fails_is_named(quiet):
+    with pytest.raises(loop.UsageError, match="a regularizer of the model can't be computed: .*float tensor but is a"):
+        fit(OfFloat32(dtype="float64"), callbacks=quiet(), **OPTIONS)
