@@ -98,5 +98,5 @@ class OfFloat32(Prime):
 
 
 def test_a_regularizer_that_fails_is_named(quiet):
-    with pytest.raises(loop.UsageError, match="a regularizer of the model can't be computed: .*float tensor but is a"):
+    with pytest.raises(loop.UsageError, match=r"a regularizer of the model can't be computed: .*float tensor but is a"):
         fit(OfFloat32(dtype="float64"), callbacks=quiet(), **OPTIONS)
