@@ -218,6 +218,10 @@ def optimizer_variables(optimizer: Optimizer) -> list[tf.Variable]:
     rate = getattr(optimizer, "_learning_rate", None)  # tf_keras doesn't list it
     if isinstance(rate, tf.Variable) and id(rate) not in map(id, variables):
         variables.append(rate)
+    # A wrapper of one's own may not list those of the optimizer within it: a resumed run would lose its slots.
+    for inner in nested_optimizers(optimizer)[1:]:
+        known = set(map(id, variables))
+        variables += [variable for variable in as_tf(inner.variables) if id(variable) not in known]
     return variables
 
 

@@ -234,6 +234,17 @@ def test_gradients_are_added_up_once_for_an_optimizer_within_another_one(quiet):
     assert largest_difference(*found) <= 1e-5
 
 
+def test_slots_of_an_optimizer_within_another_one_are_saved(quiet, tmp_path):
+    class Wrapped(Plain):
+        def build_optimizer(self):
+            return Wrapping(keras.optimizers.Adam(0.1))
+
+    whole = fit(Wrapped(), steps=8, batch_size=20, callbacks=quiet(), run_dir=tmp_path / "whole")
+    for steps in (5, 8):
+        result = fit(Wrapped(), steps=steps, batch_size=20, callbacks=quiet(), run_dir=tmp_path / "parts")
+    assert result.weights_sha256 == whole.weights_sha256
+
+
 def test_moving_average_is_evaluated_saved_exported_and_returned(quiet, tmp_path):
     def run(epochs, directory, **more):
         return fit(
