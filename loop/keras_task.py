@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from loop.data import ArrayData
-from loop.errors import UsageError
+from loop.errors import UsageError, message_of
 from loop.model.variables import keras_models, layers
 from loop.step import keras_compile
 from loop.step.keras_metrics import Metrics
@@ -188,9 +188,8 @@ class KerasTask(TrainTask):
         try:
             self._resolve(getattr(model, "output_names", None), labels, predictions, weights)
         except (ValueError, KeyError, TypeError, tf.errors.InvalidArgumentError) as error:
-            reason = " ".join(str(error).split())[:400]
             raise UsageError(
-                f"KerasTask: Keras can't put together losses, metrics, labels and predictions: {reason}"
+                f"KerasTask: Keras can't put together losses, metrics, labels and predictions: {message_of(error)}"
             ) from error
 
     def _resolve(

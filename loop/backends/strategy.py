@@ -23,6 +23,7 @@ from loop.errors import UsageError
 from loop.launch import machine, stderr
 from loop.launch.environment import start_timeout, tf_cluster, tpu_name
 from loop.launch.worker import await_peers
+from loop.model.variables import nested_optimizers
 
 _ANSWER_SECONDS = 10.0  # a TPU, or Google Cloud, that hasn't answered after this time counts as unreachable
 NO_PROXY = "no_grpc_proxy"
@@ -90,11 +91,9 @@ class StrategyBackend(Backend):
         self, optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor], variables: Sequence[Variable]
     ) -> None:
         # Keras 3 sums gradients over the replicas in `apply`, and no argument turns that off. These are summed already.
-        # An optimizer may wrap another one, as `LossScaleOptimizer` does: each of them would sum.
-        inner = optimizer
-        while inner is not None and hasattr(inner, "_all_reduce_sum_gradients"):
-            inner._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
-            inner = getattr(inner, "inner_optimizer", None)
+        # An optimizer may wrap another one: each of them would sum.
+        for one in nested_optimizers(optimizer):  # none of them is of tf_keras, which has an argument for it
+            one._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
         try:
             super().apply(optimizer, gradients, variables)
         except RuntimeError as error:
@@ -102,8 +101,8 @@ class StrategyBackend(Backend):
                 raise
             raise UsageError(
                 f"{type(optimizer).__name__} decides at each step whether to update (gradient_accumulation_steps, "
-                f"ema_overwrite_frequency), which TensorFlow can't with backend={self.name!r}: leave that out, and use "
-                "a larger batch_size with accumulate, or ema; or backend='horovod'"
+                f"ema_overwrite_frequency, or tf.cond in its code), which TensorFlow can't with backend={self.name!r}: "
+                "leave that out, and use a larger batch_size with accumulate, or ema; or backend='horovod'"
             ) from None
 
     def snapshot(self, variable: tf.Variable) -> tf.Tensor | np.ndarray:

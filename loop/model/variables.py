@@ -172,6 +172,18 @@ def losses(model: Model) -> list[tf.Tensor]:
     return penalties
 
 
+def nested_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """An optimizer and those in its attributes, such as the one that `LossScaleOptimizer` wraps; all of Keras 3."""
+    found = [] if is_legacy(optimizer) else [optimizer]
+    for one in found:  # it grows
+        for value in list(vars(one).values()):
+            for member in value if isinstance(value, list | tuple) else (value,):
+                is_known = any(member is known for known in found)
+                if isinstance(member, keras.optimizers.Optimizer) and not is_known:
+                    found.append(member)
+    return found
+
+
 def _not_counted(things: Sequence[T], counted: set[int]) -> list[T]:
     """The things whose ids aren't in a set, which then has them."""
     new = [thing for thing in things if id(thing) not in counted]
@@ -206,6 +218,10 @@ def optimizer_variables(optimizer: Optimizer) -> list[tf.Variable]:
     rate = getattr(optimizer, "_learning_rate", None)  # tf_keras doesn't list it
     if isinstance(rate, tf.Variable) and id(rate) not in map(id, variables):
         variables.append(rate)
+    # A wrapper of one's own may not list those of the optimizer within it: a resumed run would lose its slots.
+    for inner in nested_optimizers(optimizer)[1:]:
+        known = set(map(id, variables))
+        variables += [variable for variable in as_tf(inner.variables) if id(variable) not in known]
     return variables
 
 

@@ -203,8 +203,7 @@ class ForwardPass:
                 factor = self._share(rows, batch_rows)
             else:
                 factor = self._weight_by_rows(weight, replica) if uneven else weight
-            penalty_sum = tf.add_n([tf.cast(penalty, plan.dtype) for penalty in added])
-            objective += factor * penalty_sum
+            objective += factor * tf.add_n([_scalar(tf.cast(penalty, plan.dtype)) for penalty in added])
         # The scale comes before the backward pass: it keeps small gradients of activations above 0 in float16.
         if scale is not None:
             objective *= scale.scale
@@ -332,3 +331,8 @@ class ForwardPass:
                 "rows alone. Make it a mean over the examples, as by tf.reduce_mean(...); or a value of each example, "
                 'added to the "loss" of compute()'
             )
+
+
+def _scalar(penalty: tf.Tensor) -> tf.Tensor:
+    """The sum of a penalty, as in Keras. A vector would make the objective one, with the loss in each element."""
+    return penalty if penalty.shape.rank == 0 else tf.reduce_sum(penalty)

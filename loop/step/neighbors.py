@@ -78,9 +78,16 @@ def _adds_up(compute: Compute, example: Batch, trial: Trial, model: Model, sums:
     """Whether the sums of shares add up. True if `compute` fails: a mistake in it shows when the step is traced."""
 
     def numbers(values: Values, rows: tf.Tensor) -> Sequence[tf.Tensor]:
-        return sums.sums(values, tf.float64)[1]
+        weighted = sums.sums(values, tf.float64)[1]
+        if not has_zeros or "weight" not in values:
+            return weighted
+        # Examples of weight 0 would show nothing, and all that are tried may be such.
+        return weighted + sums.sums({**values, "weight": tf.ones_like(values["weight"])}, tf.float64)[1]
 
     assert trial.rows is not None  # replicas or micro-batches share a batch
+    assert trial.seen is not None
+    weight = trial.seen[0].get("weight")
+    has_zeros = weight is not None and bool(tf.reduce_any(tf.equal(weight, 0)))
     with contextlib.suppress(Exception):
         return shares.ShareTrial(compute, example, model, numbers, trial.rows).first_wrong() is None
     return True

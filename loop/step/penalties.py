@@ -10,9 +10,10 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from loop.backends.base import Backend
-from loop.errors import ReplicaWarning
+from loop.errors import ReplicaWarning, UsageError, named
 from loop.model.variables import layers, losses
 from loop.step.example_trace import Trial
+from loop.step.mistakes import ERRORS
 from loop.step.replica import as_in_replica
 from loop.step.shares import ShareTrial
 from loop.task import Batch, Model, Values
@@ -53,7 +54,11 @@ class PenaltyTrial:
         numbers = []
         self._names = []
         owners = _owners(self._model)
-        for penalty in losses(self._model):
+        try:
+            penalties = losses(self._model)
+        except ERRORS as error:
+            raise UsageError(f"a regularizer of the model can't be computed: {named(error)}") from error
+        for penalty in penalties:
             # A penalty in the symbolic graph of a Keras model has no value.
             if not tf.is_symbolic_tensor(penalty):
                 numbers.append(float(tf.reduce_sum(penalty)))

@@ -58,6 +58,9 @@ def by_row() -> None:
     shuffle = keras.src.backend.random.shuffle
     if not hasattr(shuffle, "by_row"):
         keras.src.backend.random.shuffle = _warning_of_shuffle(shuffle)
+        keras.layers.Equalization.transform_images = _warning_of_equalization(
+            keras.layers.Equalization.transform_images
+        )
     replace_dropout()
 
 
@@ -140,6 +143,23 @@ def _warning_of_shuffle(original: Callable[..., tf.Tensor]) -> Callable[..., tf.
 
     shuffle.by_row = True  # type: ignore[attr-defined]
     return shuffle
+
+
+def _warning_of_equalization(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+    """A method of Keras's `Equalization`, which warns where it makes one histogram of all images of a batch.
+
+    A trial of a few batches may not show it: `RandAugment` draws whether it equalizes.
+    """
+
+    @functools.wraps(original)
+    def transform_images(
+        self: keras.layers.Layer, images: tf.Tensor, transformation: object, training: bool = True
+    ) -> tf.Tensor:
+        if training and current() is not None and _has_rows([tf.convert_to_tensor(images).shape[0]]):
+            _warn("equalize the images of a batch as one, as `RandAugment` does", "Equalize each one in train_data()")
+        return original(self, images, transformation, training)
+
+    return transform_images
 
 
 def _known_sizes(shape: Shape) -> list[int | None]:

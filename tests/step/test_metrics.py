@@ -411,6 +411,10 @@ def test_keras_task_computes_no_loss_in_16_bits(quiet):
     assert set(seen) == {tf.float32}
 
 
+def masked():
+    return keras.Sequential([keras.Input((4,), dtype="int32"), keras.layers.Embedding(9, 2, mask_zero=True)])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -423,6 +427,14 @@ def test_keras_task_computes_no_loss_in_16_bits(quiet):
         ({"loss_fn": lambda y, p: keras.ops.mean((y - p) ** 2)}, "returned a scalar: return one value per element"),
         ({"metrics": [lambda y, p: keras.ops.mean(y - p)]}, "isn't made of those of each example"),
         ({"model_fn": keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])}, "model_fn=Sequential.*lambda"),
+        (
+            {
+                "model_fn": masked,
+                "weighted_metrics": ["mae"],
+                "train": ArrayData(np.ones((5, 4), "int32"), np.ones((5, 4, 2)), np.ones(5)),
+            },
+            r"predictions: Incompatible shapes: \[3\] vs\. \[3,4\]",  # without names of TensorFlow's own
+        ),
         ({"train": ArrayData(np.zeros((4, 5), "float32"))}, r"these are of one EagerTensor.*ArrayData\(inputs, inputs"),
     ],
 )

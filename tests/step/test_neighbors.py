@@ -177,6 +177,32 @@ def test_so_it_is_whatever_the_size_of_a_batch(batch_size, quiet):
         fit(Relative(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=quiet(), **given)
 
 
+@dataclass
+class Similar(Prime):
+    """Each loss has the mean similarity to the examples of the batch; the first ones may have weight 0."""
+
+    without_weight: int = 0
+
+    def train_data(self):
+        inputs, labels, weight = regression(24, dtype=self.dtype)
+        weight[: self.without_weight] = 0
+        return ArrayData(inputs, labels, weight)
+
+    def compute(self, model, batch, training):
+        values = super().compute(model, batch, training)
+        similarity = tf.matmul(batch[0], batch[0], transpose_b=True)
+        return {"loss": values["loss"] + tf.reduce_mean(similarity, 1), "weight": batch[2]}
+
+
+@pytest.mark.parametrize(("batch_size", "without_weight"), [(6, 0), (8, 2), (8, 3)])
+def test_a_mean_over_the_batch_is_said_for_any_batch_and_weights(batch_size, without_weight, quiet):
+    """Both shares of 6 rows had one of each example, and so the mean of the whole; weights of 0 hid all."""
+    options = OPTIONS | {"batch_size": batch_size}
+    task = Similar(dtype="float64", without_weight=without_weight)
+    with pytest.warns(UserWarning, match="depends on the other examples of its batch, of which each of 2 replicas"):
+        fit(task, backend=backends.create("mirrored", 2), callbacks=quiet(), **options)
+
+
 class Circle(TrainTask):
     """A loss of pairs of one class, of which the first examples have none."""
 

@@ -8,7 +8,8 @@ import tensorflow as tf
 
 import loop
 from loop import backends, fit
-from tests.exactness import Prime, largest_difference
+from loop.model.precision import keras_precision
+from tests.exactness import Prime, largest_difference, regression
 
 OPTIONS = {"epochs": 1, "batch_size": 20, "precision": "float64"}
 
@@ -88,3 +89,40 @@ def test_a_mean_over_what_a_mask_leaves_is_said(kind, options, quiet):
     with pytest.warns(UserWarning, match=r"penalty.* adds a loss that isn't a mean over the rows of a batch"):
         weights(Penalised(kind=kind, weighted=False), quiet, **options)
     weights(Penalised(kind=kind, weighted=False), quiet)  # one replica has all rows: nothing to say
+
+
+class OfFloat32(Prime):
+    """Keras's regularizer has a factor in float32."""
+
+    def looked_up(self):
+        return [keras.layers.Dense(5, kernel_regularizer=keras.regularizers.OrthogonalRegularizer(0.1))]
+
+
+def test_a_regularizer_that_fails_is_named(quiet):
+    with pytest.raises(loop.UsageError, match=r"a regularizer of the model can't be computed: .*float tensor but is a"):
+        fit(OfFloat32(dtype="float64"), callbacks=quiet(), **OPTIONS)
+
+
+class OfEachRow(keras.layers.Layer):
+    def call(self, inputs):
+        self.add_loss(tf.reduce_mean(inputs**2, -1))
+        return inputs
+
+
+def test_a_penalty_of_each_row_counts_by_its_sum_as_in_keras(quiet):
+    """The loss of compute() counted once for each row."""
+    inputs, labels, _ = regression(24, dtype="float64")
+
+    def model():
+        hidden = keras.layers.Dense(4, kernel_initializer="ones", kernel_regularizer="l2")
+        return keras.Sequential(
+            [keras.Input((5,)), hidden, OfEachRow(), keras.layers.Dense(1, kernel_initializer="ones")]
+        )
+
+    task = loop.KerasTask(model, lambda: keras.optimizers.SGD(0.01), "mse", loop.ArrayData(inputs, labels))
+    found = fit(task, batch_size=8, shuffle=False, precision="float64", callbacks=quiet()).model.get_weights()
+    with keras_precision("float64"):
+        by_hand = model()
+        by_hand.compile(keras.optimizers.SGD(0.01), "mse")
+        by_hand.fit(inputs, labels, batch_size=8, shuffle=False, verbose=0)
+    assert largest_difference(found, by_hand.get_weights()) <= 1e-12

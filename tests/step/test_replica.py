@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import loop
 from callbacks import Callback, Checkpoint
-from loop import ArrayData, UsageError, evaluate, fit
+from loop import ArrayData, TrainTask, UsageError, evaluate, fit
 from loop.backends import create
 from loop.backends.base import Backend
 from loop.data import Rows
@@ -88,6 +88,33 @@ def test_what_cannot_be_drawn_by_row_is_said_on_several_replicas(kind, message, 
     with pytest.warns(UserWarning, match=message):
         fit(task, steps=1, batch_size=8, backend=engine(2), callbacks=quiet())
     fit(task, steps=1, batch_size=8, backend="single", callbacks=quiet())
+
+
+class Augmented(TrainTask):
+    def build_model(self):
+        augmentation = keras.layers.RandAugment(value_range=(0, 1), num_ops=1)
+        return keras.Sequential([keras.Input((4, 4, 3)), augmentation, keras.layers.Flatten(), keras.layers.Dense(1)])
+
+    def build_optimizer(self):
+        return keras.optimizers.SGD(0.01)
+
+    def train_data(self):
+        images = np.random.default_rng(1).uniform(size=(8, 4, 4, 3)).astype("float32")
+        return ArrayData(images, images[:, 0, 0, :1])
+
+    eval_data = train_data
+
+    def compute(self, model, batch, training):
+        images, labels = batch
+        return {"loss": keras.losses.mean_squared_error(labels, model(images, training=training))}
+
+
+@pytest.mark.filterwarnings("ignore:the loss of an example depends on the other examples")  # also said, if it is drawn
+def test_a_histogram_of_all_images_of_a_batch_is_said_on_several_replicas(quiet):
+    """RandAugment equalizes in one of eleven draws only, which a trial may not meet."""
+    with pytest.warns(UserWarning, match="layers equalize the images of a batch as one.*each of 2 replicas"):
+        fit(Augmented(), steps=1, batch_size=8, backend=engine(2), callbacks=quiet())
+    fit(Augmented(), steps=1, batch_size=8, backend="single", callbacks=quiet())
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
