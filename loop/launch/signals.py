@@ -125,12 +125,12 @@ def watched(heard: Callable[[int], None]) -> Iterator[None]:
 def interrupting(always: Sequence[int] = ()) -> Iterator[list[int]]:
     """Within it, each of `stops` raises KeyboardInterrupt, so that a command cleans up; a second one ends it at once.
 
-    Yields:
-        A list that gets the number of the first signal.
-
     Args:
         always: signals that are handled even if this process ignores them: a shell starts background jobs so that
             they ignore SIGINT.
+
+    Yields:
+        A list that gets the number of the first signal.
     """
     wishes = Wishes()
     first: list[int] = []
