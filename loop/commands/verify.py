@@ -111,7 +111,7 @@ def verify(
     comparisons: list[Comparison] = []
     warned: list[str] = []  # of the first training that warned of something
     steps = 0
-    with signals.temporary_directory("tfloop-verify-") as directory:
+    with signals.temporary_directory("tfloop-verify-") as directory, diagnose.kept_warnings() as told:
         problem = ""
         if job is not None:
             progress(f"2 processes of {job_engine}")
@@ -127,9 +127,8 @@ def verify(
             steps = len({name.split("/")[1] for name in reference if name.startswith("gradients/")})
             for backend in in_process:
                 progress(f"{precision}: {_way(backend.name, backend.replicas)}")
-                with diagnose.kept_warnings() as told:
-                    numbers = record(task, backend, options)
-                warned = warned or told
+                numbers = record(task, backend, options)
+                warned = warned or told.copy()
                 comparisons.append(compare(precision, backend.name, backend.replicas, reference, numbers))
             if problem:
                 comparisons.append(Comparison(precision, job_engine, 2, note=problem))

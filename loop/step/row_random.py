@@ -40,6 +40,11 @@ _DRAW = (
     "with a seed of loop.example_seed()"
 )
 """What to do instead."""
+_CHOOSE = (
+    "Choose tf.argmax(logits - tf.math.log(-tf.math.log(u)), -1), with u = keras.random.uniform(tf.shape(logits), "
+    "seed=...), whose categories have the same probabilities"
+)
+"""The same of categories: the Gumbel-max trick (Maddison et al., 2014)."""
 
 
 def by_row() -> None:
@@ -126,7 +131,8 @@ def _warning(original: Draw, name: str) -> Draw:
             shape = tf.shape(given) if name == "categorical" else given
             sizes = _known_sizes(shape)
             if _has_rows(sizes):
-                _warn(f"draw random numbers for each example by `{name}`, which can't be drawn by row", _DRAW)
+                fix = _CHOOSE if name == "categorical" else _DRAW
+                _warn(f"draw random numbers for each example by `{name}`, which can't be drawn by row", fix)
         return original(*args, **kwargs)
 
     return function

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -310,13 +311,22 @@ def test_a_mean_while_training_alone_is_found():
 
 def test_a_mean_that_does_no_harm_yet_is_told_too():
     class Harmless(Unweighted):
-        """Without weights, the sum of means times rows is the sum."""
+        """Without weights, the sum of means times rows is the sum. One variable isn't trained."""
+
+        def build_model(self):
+            model = super().build_model()
+            model.unused = model.add_weight(shape=(), name="unused")
+            return model
 
         def compute(self, model, batch, training):
             values = super().compute(model, batch, training)
             return {"loss": tf.ones_like(values["loss"]) * tf.reduce_mean(values["loss"])}
 
-    report = verify(Harmless(), batch_size=8, replicas=(2,))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        report = verify(Harmless(), batch_size=8, replicas=(2,))
+    [warning] = shown  # once, for all trainings
+    assert "the loss doesn't depend on sequential/unused: not trained" in str(warning.message)
     assert all(each.same for each in report.comparisons)
     assert not report.same
     assert "by chance" in list(lines(report))[-1][0]

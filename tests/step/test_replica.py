@@ -90,6 +90,36 @@ def test_what_cannot_be_drawn_by_row_is_said_on_several_replicas(kind, message, 
     fit(task, steps=1, batch_size=8, backend="single", callbacks=quiet())
 
 
+class Choosing(Sequences):
+    """Chooses a category for each example, as the actions of a policy."""
+
+    by_row = True
+
+    def compute(self, model, batch, training):
+        logits = model(batch[0], training=training) * tf.constant([[1.0, -1.0, 0.5]])
+        if self.by_row:
+            u = keras.random.uniform(tf.shape(logits), seed=self.seeds)
+            chosen = tf.argmax(logits - tf.math.log(-tf.math.log(u)), -1)
+        else:
+            chosen = keras.random.categorical(logits, 1, seed=self.seeds)[:, 0]
+        return {"loss": -tf.gather(tf.nn.log_softmax(logits), chosen, batch_dims=1)}
+
+    def build_model(self):
+        model = super().build_model()
+        model.seeds = self.seeds = keras.random.SeedGenerator(3)
+        return model
+
+
+def test_categories_are_the_same_on_all_replicas_as_the_warning_says(quiet):
+    options = {"epochs": 1, "batch_size": 8}
+    one, two = (fit(Choosing(), **options, backend=engine(n), callbacks=quiet()) for n in (1, 2))
+    assert largest_difference(weights(two), weights(one)) <= 5e-6
+    task = Choosing()
+    task.by_row = False
+    with pytest.warns(UserWarning, match=r"by `categorical`, .* Choose tf.argmax\(logits - tf.math.log"):
+        fit(task, **options, backend=engine(2), callbacks=quiet())
+
+
 class Augmented(TrainTask):
     def build_model(self):
         augmentation = keras.layers.RandAugment(value_range=(0, 1), num_ops=1)
