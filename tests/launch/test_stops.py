@@ -270,7 +270,8 @@ def test_a_terminal_that_is_closed_loses_nothing(task):  # noqa: F811
 
 @pytest.mark.parametrize("place", [["--backend", "single"], ["--backend", "multiworker", "--workers", "2"]])
 def test_a_full_pipe_keeps_no_signal_from_the_workers_and_a_second_one_ends_it(place, start, task):  # noqa: F811
-    job = start(task, "task.py:Slow", *place, "--epochs", 500, "--run-dir", "run")
+    # Long epochs: at the end of one, the line of the epoch would wait for the pipe.
+    job = start(task, "task.py:Slow", *place, "--epochs", 500, "--batch-size", 4, "--run-dir", "run")
     job.wait_for(lambda: training(task))
     stderr = os.open(f"/proc/{job.process.pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK)
     for size in (512, 1):
