@@ -177,11 +177,18 @@ def nested_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optim
     found = [] if is_legacy(optimizer) else [optimizer]
     for one in found:  # it grows
         for value in list(vars(one).values()):
-            for member in value if isinstance(value, list | tuple) else (value,):
+            for member in _members(value):
                 is_known = any(member is known for known in found)
                 if isinstance(member, keras.optimizers.Optimizer) and not is_known:
                     found.append(member)
     return found
+
+
+def _members(value: object) -> list[object]:
+    """What a list, a tuple or a dict has in it; any other value alone."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _not_counted(things: Sequence[T], counted: set[int]) -> list[T]:

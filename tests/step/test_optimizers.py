@@ -207,9 +207,13 @@ def test_what_keras_cannot_do_with_replicas_is_refused(options, quiet):
 class Wrapping(keras.optimizers.Optimizer):
     """Leaves its work to another optimizer, as Lookahead does."""
 
-    def __init__(self, base):
+    def __init__(self, base, in_dict=False):
         super().__init__(learning_rate=0.1)
-        self.base = base
+        self.held = {"base": base} if in_dict else base
+
+    @property
+    def base(self):
+        return self.held["base"] if isinstance(self.held, dict) else self.held
 
     def build(self, variables):
         super().build(variables)
@@ -220,12 +224,13 @@ class Wrapping(keras.optimizers.Optimizer):
         self.iterations.assign_add(1)
 
 
-def test_gradients_are_added_up_once_for_an_optimizer_within_another_one(quiet):
+@pytest.mark.parametrize("in_dict", [False, True])
+def test_gradients_are_added_up_once_for_an_optimizer_within_another_one(in_dict, quiet):
     """The inner one added up the gradients of the replicas once more."""
 
     class Wrapped(Plain):
         def build_optimizer(self):
-            return Wrapping(keras.optimizers.SGD(0.1))
+            return Wrapping(keras.optimizers.SGD(0.1), in_dict)
 
     found = []
     for backend in ("single", engine(2)):

@@ -490,6 +490,34 @@ def test_pooling_beside_collectives_where_each_replica_has_rows(task, quiet):
         np.testing.assert_allclose(one, three, rtol=0, atol=5e-6)
 
 
+class Annealed(Unweighted):
+    """A weight of the loss that grows with the step, as docs/faq.md has it."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.beta = model.add_weight(shape=(), initializer="zeros", trainable=False, name="beta")
+        return model
+
+    def train_step(self, model, step):
+        super().train_step(model, step)
+        model.beta.assign(tf.minimum(model.beta + 0.125, 1.0))
+
+    def compute(self, model, batch, training):
+        values = super().compute(model, batch, training)
+        return {"loss": (1 + model.beta) * values["loss"], "beta": tf.ones_like(values["loss"]) * model.beta}
+
+
+def test_a_weight_of_the_loss_that_changes_with_the_step(quiet, tmp_path):
+    whole = fit(Annealed(), steps=6, batch_size=20, callbacks=quiet(), run_dir=tmp_path / "whole")
+    assert whole.metrics["eval_beta"] == 6 * 0.125
+    for steps in (4, 6):
+        parts = fit(Annealed(), steps=steps, batch_size=20, callbacks=quiet(), run_dir=tmp_path / "parts")
+    assert parts.weights_sha256 == whole.weights_sha256
+    two = fit(Annealed(), steps=6, batch_size=20, callbacks=quiet(), backend=create("mirrored", 2))
+    for one, other in zip(whole.model.get_weights(), two.model.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=5e-6)
+
+
 def test_a_model_with_pooling_is_found_to_need_it():
     task, engine = Pooled(), create("single")
     options = with_defaults(task, {"backend": "single"})
