@@ -256,14 +256,20 @@ def test_a_state_directory_behind_a_link_is_the_same_one(store, url, quiet, tmp_
     assert address.url_of_copy(copies.copy(url)) == url
 
 
-def test_a_start_that_fails_costs_nothing_of_what_was_here_or_brought(store, url, tmp_path, monkeypatch, capfd):
+def undelivered(store, url):
+    """The directory of a run with two checkpoints, of which the store has the first alone."""
     with copies.mirrored(url) as directory:
         write(directory, 1)
     with copies.mirrored(url):
         store.down = True
         write(directory, 2)
-        checkpoint_files._remove(directory / "checkpoints" / "step-00000001")
     store.down = False
+    return directory
+
+
+def test_a_start_that_fails_costs_nothing_of_what_was_here_or_brought(store, url, tmp_path, monkeypatch, capfd):
+    directory = undelivered(store, url)
+    checkpoint_files._remove(directory / "checkpoints" / "step-00000001")
     # The store still has step 1, which this machine lacks: it is brought, and that fails.
     monkeypatch.setenv(mirror.WAIT, "0")
     store.cuts = 1000
@@ -282,12 +288,7 @@ def test_a_start_that_fails_costs_nothing_of_what_was_here_or_brought(store, url
 
 
 def test_a_try_on_another_machine_costs_nothing_of_what_was_here(store, url, tmp_path, monkeypatch, capfd):
-    with copies.mirrored(url) as directory:
-        write(directory, 1)
-    with copies.mirrored(url):
-        store.down = True
-        write(directory, 2)
-    store.down = False
+    directory = undelivered(store, url)
     monkeypatch.setenv(copies.LEASE, "1")
     other_machine(monkeypatch, tmp_path)
     with pytest.raises(ZeroDivisionError), copies.mirrored(url):
