@@ -28,6 +28,8 @@ SQLITE = "sqlite:///"
 """The start of the URI of a store in a sqlite file."""
 LAUNCH_DIRECTORY = "TFLOOP_DIRECTORY"
 """Environment variable: the directory in which the command was typed. This process has only a copy of its files."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The errors of a disk, a quota or a file that takes no more."""
 LONGEST = 1 << 26
 """The most bytes of a JSON file, or of a line of a journal: a longer one is not read."""
 

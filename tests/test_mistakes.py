@@ -101,6 +101,18 @@ class OptimizerClass(Task):
         return keras.optimizers.SGD
 
 
+class OptimizerInCompute(Task):
+    """Its loss depends on the optimizer's step."""
+
+    def build_optimizer(self):
+        self.optimizer = keras.optimizers.SGD(0.1)
+        return self.optimizer
+
+    def compute(self, model, batch, training):
+        values = super().compute(model, batch, training)
+        return {"loss": tf.cast(self.optimizer.iterations, tf.float32) * values["loss"]}
+
+
 class AnyArguments(Task):
     def compute(self, *arguments, **named):
         return super().compute(*arguments, **named)
@@ -147,6 +159,10 @@ MISTAKES = {
     "a layer of compute's own": (
         Task(lambda y, x: {"loss": losses(y, keras.layers.Dense(2)(x))}),
         "compute() makes a layer or a variable, which would be another one in each step: make it in build_model()",
+    ),
+    "the optimizer in compute": (
+        OptimizerInCompute(),
+        "compute() uses self.optimizer, which build_optimizer() makes: that is called after compute() is tried",
     ),
     "the class of an optimizer": (OptimizerClass(), "returned the class SGD: return an object of it, as SGD(...)"),
     "a method without self": (NoSelf(), "define it as def build_model(self)"),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from callbacks import Callback, EvaluateBeside, Schedule
-from callbacks.files import FileError, MovedError, hidden_name, replacing
+from callbacks.files import FULL, FileError, MovedError, hidden_name, replacing
 from callbacks.nearest import nearest
 from callbacks.run_record.redaction import tell
 from loop.errors import BAD_INPUT, FAILED, TrainingError, UsageError
@@ -31,8 +31,6 @@ _OF_PARSER = {
     r"^Got unexpected extra argument\(s\) \((.*)\)$": r"\1: the command takes no more arguments: leave it out",
 }
 """What the parser of the command line says, and what tfloop says instead."""
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""The errors of a disk, quota or file that takes no more."""
 
 
 def check(words: Sequence[str]) -> None:
@@ -159,7 +157,7 @@ def report_error(error: Exception) -> int:
         return BAD_INPUT
 
     # All others are failures, of the machine or of code.
-    if isinstance(error, OSError) and error.errno in _FULL:
+    if isinstance(error, OSError) and error.errno in FULL:
         what = f"{error.filename or 'stdout, or a file,'} can't be written ({os.strerror(error.errno)})"
         _say_once(f"{what}: make room there, and start the same command again")
         flushed(is_reported=False)  # what stdout still holds must not fail once more, at the end

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from callbacks.files import FULL
 from callbacks.side_process import search_path
 from loop.backends.base import Backend
 from loop.commands import conversion, serving_layout
@@ -63,6 +64,7 @@ def export(
     Raises:
         UsageError: there is no such checkpoint, the model has no such format, or a package is missing.
         TrainingError: what was written can't be loaded, or gives other outputs.
+        OSError: the disk is full.
     """
     # Beside `out`, since only within one file system is a rename atomic; with its ending, which writers look at.
     partial = out.with_name(f".{out.name}.{os.getpid()}{out.suffix}")
@@ -87,7 +89,14 @@ def export(
             raise UsageError(f"{out} exists already: remove it, or give another name")
         partial.replace(out)
     except OSError as error:
+        if error.errno in FULL:  # no bad input: the command line says what to do
+            raise OSError(error.errno, error.strerror, str(out)) from None
         raise UsageError(f"{out} can't be written ({error.strerror or error})") from None
+    except tf.errors.OpError as error:  # TensorFlow writes a SavedModel itself, and tells no number
+        for number in FULL:
+            if os.strerror(number) in str(error):
+                raise OSError(number, os.strerror(number), str(out)) from None
+        raise
     finally:
         # After a success there is nothing left of it.
         if partial.is_dir():

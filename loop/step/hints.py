@@ -79,7 +79,7 @@ class _Watch:
         try:
             return self._compute(*arguments, **named)
         except ERRORS as error:
-            problem = explained(error)
+            problem = explained(error) or _of_optimizer(self._task, error)
             if problem is None and is_about_shapes(error):
                 model, batch = inspect.signature(self._compute).bind(*arguments, **named).args[:2]
                 problem = UsageError(shapes_hint(model, batch, error))
@@ -105,6 +105,20 @@ class _Watch:
                     "model; a value that compute() returns is a metric",
                     stacklevel=2,
                 )
+
+
+def _of_optimizer(task: TrainTask, error: BaseException) -> UsageError | None:
+    """The error in place of one that shows that `compute` uses what only `build_optimizer` makes; else None."""
+    if not isinstance(error, AttributeError) or error.obj is not task:
+        return None
+    code = getattr(type(task).build_optimizer, "__code__", None)
+    if code is None or error.name not in code.co_names:
+        return None
+    return UsageError(
+        f"compute() uses self.{error.name}, which build_optimizer() makes: that is called after compute() is tried, as "
+        "some models make their variables in it. For what changes with the step, let build_model() make a variable, "
+        "as by model.beta = model.add_weight(shape=(), trainable=False), and train_step() assign it"
+    )
 
 
 def is_about_shapes(error: BaseException) -> bool:

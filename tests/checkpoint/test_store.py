@@ -5,6 +5,7 @@ import dataclasses
 import io
 import re
 import shutil
+from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
@@ -496,6 +497,18 @@ def test_who_only_looks_leaves_no_directory_at_a_url(tmp_path, command):
         assert code == 2
         assert "there is no such directory" in err
     assert not (tmp_path / "mistyped").exists()
+
+
+def test_a_directory_that_cannot_be_made_is_bad_input(tmp_path):
+    (tmp_path / "file").touch()
+    for path, problem in (
+        (tmp_path / "file", "it is a file: give a directory"),
+        (tmp_path / "file/below", "the directory can't be made (Not a directory): give another one"),
+        (Path("/proc/none"), "the directory can't be made (No such file or directory): give another one"),
+    ):
+        with pytest.raises(UsageError) as raised:
+            Bucket(f"file://{path}", make=True)
+        assert str(raised.value) == f"file://{path}: {problem}"
 
 
 def test_a_file_of_any_name_is_delivered(tmp_path, monkeypatch):

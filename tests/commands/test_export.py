@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import resource
 
 import keras
 import numpy as np
@@ -270,6 +271,22 @@ def onnx_model(path):
     names = [output.name for output in session.get_outputs()]
     shapes = {value.name: value.shape for value in [*session.get_inputs(), *session.get_outputs()]}
     return shapes, lambda **inputs: dict(zip(names, session.run(names, inputs), strict=True))
+
+
+@pytest.mark.parametrize("name", ["m.npz", "m.keras", "saved"])
+def test_a_disk_that_is_full_leaves_nothing_and_is_named(name, trained, tmp_path):
+    """The largest size of a file stands for the disk: the system refuses the same calls, with another number."""
+    run = trained(Conv())
+    out = tmp_path / name
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            export(Conv(), run, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert raised.value.filename == str(out)
+    assert not list(tmp_path.glob(f"*{name}*"))
 
 
 def litert_model(path):

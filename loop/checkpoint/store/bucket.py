@@ -286,13 +286,14 @@ def _open(url: str, make: bool) -> Any:
     parts = urlsplit(url)
     if parts.scheme == "file":
         directory = Path(unquote(parts.path))
+        if directory.is_file():
+            raise UsageError(f"{url}: it is a file: give a directory")
         is_new = not directory.exists()
         if is_new and not make:
             raise UsageError(f"{url}: there is no such directory")
-        store = stores.LocalStore(directory, mkdir=True)
         if is_new:
-            fsync_directory(directory.parent)  # a power failure must not take the directory with what is in it
-        return store
+            _make_directory(url, directory)
+        return stores.LocalStore(directory)
     # Few and short retries: callers try again by themselves, and tell the user.
     options: dict[str, Any] = {
         "client_options": {"timeout": "60s", "connect_timeout": "5s", "allow_http": True},
@@ -304,3 +305,16 @@ def _open(url: str, make: bool) -> Any:
         endpoint = f"{parts.scheme}://{parts.netloc}"
         return stores.S3Store(bucket, prefix=prefix, endpoint=endpoint, virtual_hosted_style_request=False, **options)
     return stores.from_url(url, **options)
+
+
+def _make_directory(url: str, directory: Path) -> None:
+    """Makes the directory of a URL, and those above it.
+
+    Raises:
+        UsageError: it can't be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)  # another worker may make it, too
+    except OSError as error:
+        raise UsageError(f"{url}: the directory can't be made ({error.strerror}): give another one") from None
+    fsync_directory(directory.parent)  # a power failure must not take the directory with what is in it
