@@ -50,28 +50,50 @@ def warn_of_unsaved(task: TrainTask, model: Model, saved: Sequence[tf.Variable],
             stacklevel=2,
         )
     used = {id(outer) for outer, _ in graph.captures} - set(map(id, _handles(saved)))
-    changed = _changed(graph) & used
+    _warn_of_held(task, model, used, _changed(graph) & used)
+
+
+def _warn_of_held(task: TrainTask, model: Model, used: set[int], changed: set[int]) -> None:
+    """Warns of what the task, the model or its layers hold, and no checkpoint has.
+
+    Args:
+        task: the task.
+        model: its model.
+        used: the ids of the handles that the steps use, without those of the variables that a checkpoint has.
+        changed: those of them that the steps change.
+    """
+    metrics = []
     lost = []
     untrained = []
     for name, value in _held(task, model):
-        if changed.intersection(map(id, _handles(_variables(value)))):
+        is_changed = bool(changed.intersection(map(id, _handles(_variables(value)))))
+        if is_changed and isinstance(value, keras.metrics.Metric):
+            metrics.append(name)
+        elif is_changed:
             lost.append(name)
         elif used.intersection(map(id, _handles(_trainable(value)))):
             untrained.append(name)
     if changed.intersection(map(id, _handles(global_seeds()))):
         lost.append("the seed of keras.random")
+    if metrics:
+        warnings.warn(
+            f"the steps update {_listed(metrics)}: what a metric holds is neither reported nor in a checkpoint, and "
+            "each replica has its own. Let build_metrics() return the metric, and compute() its arguments by the same "
+            "name; or give it to KerasTask, as metrics=[...]",
+            stacklevel=3,
+        )
     if lost:
         warnings.warn(
             f"the steps change {_listed(lost)}, which no checkpoint has: a resumed run has the first value again. "
             f"Let the model have it, as by self.add_weight(trainable=False) in a layer. {_REMEDY}",
-            stacklevel=2,
+            stacklevel=3,
         )
     if untrained:
         warnings.warn(
             f"the steps use {_listed(untrained)}, which isn't a part of the model: it isn't trained, and no checkpoint "
             "has it. To train it, make it in build_model() as an attribute of the model, in a layer by "
             "self.add_weight(); to leave it as it is, set its trainable=False",
-            stacklevel=2,
+            stacklevel=3,
         )
 
 
@@ -84,7 +106,8 @@ def _held(task: TrainTask, model: Model) -> Iterator[tuple[str, object]]:
     """The attributes of the task, of the model and of its layers, each with its name."""
     for owner in (task, model, *layers(model)):
         for name, value in getattr(owner, "__dict__", {}).items():
-            if not name.startswith("_self_"):  # TensorFlow's own list of the attributes
+            # TensorFlow's own list of the attributes, and Keras's of the metrics among them.
+            if not name.startswith("_self_") and name != "_metrics":
                 yield f"{type(owner).__name__}.{name}", value
 
 

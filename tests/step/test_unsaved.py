@@ -52,6 +52,23 @@ class Task(TrainTask):
         return 1.0
 
 
+class Measuring(keras.layers.Layer):
+    """Has a metric of its own, as a guide of Keras has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = keras.metrics.Mean()
+
+    def call(self, inputs):
+        self.mean.update_state(inputs)
+        return inputs
+
+
+class WithMetric(Task):
+    def layers(self):
+        return [Measuring()]
+
+
 class InTheTask(Task):
     def __init__(self):
         self.count = tf.Variable(1.0)
@@ -165,6 +182,7 @@ UNTRAINED = "the steps use {}, which isn't a part of the model"
         (ModelInAList, "ModelInAList.heads", UNTRAINED),
         (WeightOfALoss, "WeightOfALoss.log_sigma", UNTRAINED),
         (WeightInALayer, "Weight.weight", UNTRAINED),
+        (WithMetric, "Measuring.mean", "the steps update {}: what a metric holds is neither reported"),
     ],
 )
 def test_what_is_not_of_the_model_is_named(kind, name, message, quiet):
