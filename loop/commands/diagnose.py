@@ -18,13 +18,14 @@ from loop.data import Rows, contents, count, evaluation_sets, first, in_float64
 from loop.data.host_random import seed_generators
 from loop.errors import ReplicaWarning
 from loop.model.precision import keras_precision
-from loop.model.variables import Layer, layers, model_variables
+from loop.model.variables import Layer, as_tf, layers, model_variables
 from loop.options import Options
 from loop.run.session import Session, enter
 from loop.step import row_random
 from loop.step.batch_norm import batch_norms
 from loop.step.build import BuiltModel
 from loop.step.replica import Replica, all_gathers, within
+from loop.step.unsaved import changed_outside
 from loop.task import Batch, Dataset, TrainTask
 
 Structure: TypeAlias = Any
@@ -39,6 +40,10 @@ DEPENDS_ON_POSITION = (
     "tf.random.stateless_* with loop.example_seed()"
 )
 
+RANDOM = (
+    "random ops without our seeds: {} draws other numbers each time, and on each replica. Use Keras's layers (Dropout, "
+    "...), keras.random with a SeedGenerator of the model, or tf.random.stateless_* with loop.example_seed()"
+)
 
 UNKNOWN = (
     "the cause can't be told from outside: look at what compute() makes of the variable that differs first, for a "
@@ -177,11 +182,7 @@ class _Probe:
         trained = self.loss(self.batch, training=True)
         trained_again = self.loss(self.batch, training=True)
         if self.differ(evaluated, evaluated_again) or self.differ(trained, trained_again):
-            yield (
-                f"random ops without our seeds: {self.random_operations()} draws other numbers each time, and on each "
-                "replica. Use Keras's layers (Dropout, ...), keras.random with a SeedGenerator of the model, or "
-                "tf.random.stateless_* with loop.example_seed()"
-            )
+            yield self.changing()
             return
         if all_gathers() != gathers or self.size < 2:
             return  # the loss is meant to look at the whole batch
@@ -282,17 +283,28 @@ class _Probe:
         scale = np.abs(one[finite]).max(initial=1e-12)
         return bool(distance > max(1e-12, self.bound * scale))
 
-    def random_operations(self) -> str:
-        """The types of the stateful random operations in `compute`, and of those that call Python; for a message."""
+    def changing(self) -> str:
+        """Why the same examples have other losses each time."""
         try:
             graph = self._losses[True].get_concrete_function().graph
         except Exception:
-            return "something in compute()"
+            return RANDOM.format("something in compute()")
+        held = ", ".join(changed_outside(self.task, self.model, as_tf(model_variables(self.model)), graph))
+        drawing = self.random_operations(graph)
+        if held and not drawing:
+            return (
+                f"state outside of the model: compute() changes {held}, which each worker has for itself, and no "
+                "checkpoint has. Let the model have it, as by self.add_weight(trainable=False) in a layer"
+            )
+        return RANDOM.format(drawing or "something in compute()")
+
+    def random_operations(self, graph: tf.Graph) -> str:
+        """The types of the stateful random operations in a graph, and of those that call Python; for a message."""
         names = {operation.type for operation in graph.get_operations()}
         # The bodies of loops and branches aren't operations of the graph itself.
         for function in graph.as_graph_def().library.function:
             names.update(node.op for node in function.node_def)
-        return ", ".join(sorted(filter(_is_random, names))) or "something in compute()"
+        return ", ".join(sorted(filter(_is_random, names)))
 
     def dependent_layers(self) -> Iterator[str]:
         """The layers whose output for the first row changes with the other rows; except BatchNorm."""

@@ -6,6 +6,7 @@ import itertools
 import types
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -16,6 +17,7 @@ from loop.step.batch_norm import global_seeds
 from loop.step.example_trace import held_by, members
 from loop.task import Model, TrainTask
 
+_SEED = "the seed of keras.random"
 _REMEDY = (
     "Draw random numbers with layers; or with keras.random and model.seed, where build_model() has set model.seed = "
     "keras.random.SeedGenerator(1)"
@@ -49,32 +51,45 @@ def warn_of_unsaved(task: TrainTask, model: Model, saved: Sequence[tf.Variable],
             "self.add_weight(trainable=False) in a layer",
             stacklevel=2,
         )
-    used = {id(outer) for outer, _ in graph.captures} - set(map(id, _handles(saved)))
-    _warn_of_held(task, model, used, _changed(graph) & used)
+    _warn_of_held(_unsaved(task, model, saved, graph))
 
 
-def _warn_of_held(task: TrainTask, model: Model, used: set[int], changed: set[int]) -> None:
-    """Warns of what the task, the model or its layers hold, and no checkpoint has.
+def changed_outside(task: TrainTask, model: Model, saved: Sequence[tf.Variable], graph: tf.Graph) -> list[str]:
+    """The names of what a graph changes, and no checkpoint has, but for the seed of keras.random.
 
-    Args:
-        task: the task.
-        model: its model.
-        used: the ids of the handles that the steps use, without those of the variables that a checkpoint has.
-        changed: those of them that the steps change.
+    The arguments are those of `warn_of_unsaved`.
     """
-    metrics = []
-    lost = []
-    untrained = []
+    return [name for name in _unsaved(task, model, saved, graph).lost if name != _SEED]
+
+
+class _Unsaved(NamedTuple):
+    """The names of what no checkpoint has."""
+
+    metrics: list[str]  # metrics that the steps update
+    lost: list[str]  # what else they change
+    untrained: list[str]  # what they only use, although it could be trained
+
+
+def _unsaved(task: TrainTask, model: Model, saved: Sequence[tf.Variable], graph: tf.Graph) -> _Unsaved:
+    """What the task, the model or its layers hold, a graph uses, and no checkpoint has."""
+    used = {id(outer) for outer, _ in graph.captures} - set(map(id, _handles(saved)))
+    changed = _changed(graph) & used
+    found = _Unsaved([], [], [])
     for name, value in _held(task, model):
         is_changed = bool(changed.intersection(map(id, _handles(_variables(value)))))
         if is_changed and isinstance(value, keras.metrics.Metric):
-            metrics.append(name)
+            found.metrics.append(name)
         elif is_changed:
-            lost.append(name)
+            found.lost.append(name)
         elif used.intersection(map(id, _handles(_trainable(value)))):
-            untrained.append(name)
+            found.untrained.append(name)
     if changed.intersection(map(id, _handles(global_seeds()))):
-        lost.append("the seed of keras.random")
+        found.lost.append(_SEED)
+    return found
+
+
+def _warn_of_held(unsaved: _Unsaved) -> None:
+    metrics, lost, untrained = unsaved
     if metrics:
         warnings.warn(
             f"the steps update {_listed(metrics)}: what a metric holds is neither reported nor in a checkpoint, and "

@@ -207,6 +207,19 @@ class Unseeded(Unweighted):
         return super().compute(model, (batch[0] + noise, batch[1]), training)
 
 
+class Counts(Unweighted):
+    """Planted: a variable that the model doesn't have counts the steps."""
+
+    def __init__(self):
+        self.count = tf.Variable(1.0, dtype=tf.float64)
+
+    def compute(self, model, batch, training):
+        if training:
+            self.count.assign_add(1.0)
+        loss = super().compute(model, batch, training)["loss"]
+        return {"loss": tf.cast(self.count, loss.dtype) * loss}
+
+
 class HostRandom(Unweighted):
     """Planted: each call gives other data."""
 
@@ -267,6 +280,7 @@ MISTAKES = {
     Unsynchronized: "an unsynchronized BatchNorm: batch_normalization",
     Dependent: "batch-dependent layers: what centred makes of an example",
     Unseeded: "random ops without our seeds: RandomStandardNormal",
+    Counts: "state outside of the model: compute() changes Counts.count, which each worker has for itself",
     Chosen: "layers draw random numbers for each example by `categorical`, which can't be drawn by row: each of 3",
     Related: "the loss of an example depends on the other examples of its batch, of which each of 3 replicas has only",
     Hardest: "the loss of an example depends on the other examples of its batch, of which each of 3 replicas has only",
