@@ -1,10 +1,9 @@
-"""The values of several variables at once: read, assigned, compared, or put back."""
+"""The values of several variables at once: read, assigned, or put back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import tensorflow as tf
 
 
@@ -17,11 +16,6 @@ def assign_values(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor])
     """Gives variables these values."""
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
-
-
-def have_changed(variables: Sequence[tf.Variable], before: Sequence[np.ndarray]) -> bool:
-    """Whether a variable has another value than before."""
-    return any(not np.array_equal(old, variable.numpy()) for old, variable in zip(before, variables, strict=True))
 
 
 def put_back_unless(condition: tf.Tensor, variables: Sequence[tf.Variable], old_values: Sequence[tf.Tensor]) -> None:
