@@ -6,7 +6,7 @@ Only this package has collectives.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from loop.backends.placement import placed
 from loop.backends.step_collectives import StepCollectives
-from loop.model.variables import Variable, is_legacy
+from loop.model.variables import Variable, is_legacy, nested_optimizers
 
 if TYPE_CHECKING:
     from loop.launch.member import Member
@@ -140,12 +140,16 @@ class Backend(StepCollectives):
         self, optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor], variables: Sequence[Variable]
     ) -> None:
         """Within `run`: one step of an optimizer of any family, with gradients that are the same in all replicas."""
-        with _gradients_forgotten():
-            if is_legacy(optimizer):
-                # The gradients are sums over all replicas already. Keras 3 has no such argument; see `StrategyBackend`.
-                optimizer.apply_gradients(zip(gradients, variables, strict=True), skip_gradients_aggregation=True)
-            else:
-                optimizer.apply(gradients, variables)
+        if is_legacy(optimizer):
+            # The gradients are sums over all replicas already.
+            optimizer.apply_gradients(zip(gradients, variables, strict=True), skip_gradients_aggregation=True)
+            return
+        # Keras 3 sums them in `apply`, and no argument turns that off: also for a single replica, whose gradients then
+        # must all be of one graph, and get gradient functions that TensorFlow keeps until the process ends. An
+        # optimizer may wrap another one: each of them would sum.
+        for one in nested_optimizers(optimizer):
+            one._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
+        optimizer.apply(gradients, variables)
 
     # Between the steps, on the host
 
@@ -210,22 +214,3 @@ def shared_value(variable: tf.Variable) -> tf.Tensor | np.ndarray:
     """See `Backend.snapshot`. A value on a GPU is copied to the CPU's memory, since the GPU's is scarce."""
     value = variable.read_value()
     return value if "CPU" in value.device else value.numpy()
-
-
-@contextlib.contextmanager
-def _gradients_forgotten() -> Iterator[None]:
-    """Within it, TensorFlow keeps no gradient functions: nothing is differentiated through an optimizer's step.
-
-    Keras's optimizers call an all-reduce. TensorFlow would register its gradient until the process ends, and with it
-    the graph of the step: some MB for each `fit` in a notebook.
-    """
-    from tensorflow.python.framework import ops  # there is no public way to the registry
-
-    registered = ops.gradient_registry._registry
-    before = set(registered)
-    yield
-    # Only the gradients of `tf.custom_gradient`, which registers one more in each trace. Modules that were imported
-    # meanwhile may have registered others, once and for all.
-    for name in set(registered) - before:
-        if name.startswith("CustomGradient-"):
-            del registered[name]

@@ -23,7 +23,6 @@ from loop.errors import UsageError
 from loop.launch import machine, stderr
 from loop.launch.environment import start_timeout, tf_cluster, tpu_name
 from loop.launch.worker import await_peers
-from loop.model.variables import nested_optimizers
 
 _ANSWER_SECONDS = 10.0  # a TPU, or Google Cloud, that hasn't answered after this time counts as unreachable
 NO_PROXY = "no_grpc_proxy"
@@ -90,10 +89,6 @@ class StrategyBackend(Backend):
     def apply(
         self, optimizer: keras.optimizers.Optimizer, gradients: Sequence[tf.Tensor], variables: Sequence[Variable]
     ) -> None:
-        # Keras 3 sums gradients over the replicas in `apply`, and no argument turns that off. These are summed already.
-        # An optimizer may wrap another one: each of them would sum.
-        for one in nested_optimizers(optimizer):  # none of them is of tf_keras, which has an argument for it
-            one._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
         try:
             super().apply(optimizer, gradients, variables)
         except RuntimeError as error:

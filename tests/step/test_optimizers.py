@@ -378,9 +378,26 @@ def test_schedules_count_optimizer_steps(options, quiet):
     assert seen[3][1] == seen[4][1] == seen[5][1] != seen[2][1]  # steps 0 to 3 have a rate, those after have none
 
 
-def test_keras_fit_on_the_same_order_comes_to_the_same_weights(quiet):
+class Centralizing(keras.optimizers.SGD):
+    """Changes the gradients of matrices alone."""
+
+    def apply(self, grads, trainable_variables=None):
+        changed = []
+        for gradient in grads:
+            is_matrix = gradient.shape.rank > 1
+            changed.append(gradient - tf.reduce_mean(gradient, 0, keepdims=True) if is_matrix else gradient)
+        super().apply(changed, trainable_variables)
+
+
+class Centralized(Unweighted):
+    def build_optimizer(self):
+        return Centralizing(0.1)
+
+
+@pytest.mark.parametrize("task_class", [Unweighted, Centralized])
+def test_keras_fit_on_the_same_order_comes_to_the_same_weights(task_class, quiet):
     """An outside witness: where Keras is exact (equal batches, one device, no weights), we agree with it."""
-    task = Unweighted(examples=100)
+    task = task_class(examples=100)
     result = fit(task, epochs=3, batch_size=20, seed=4, callbacks=quiet())
     keras.utils.set_random_seed(4)
     model = task.build_model()
