@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import keras
@@ -97,6 +97,13 @@ def all_variables(model: Model) -> list[Variable]:
     for layer in keras_layers(model):
         variables += layer.variables
     return _unique(variables + loose_variables(model))
+
+
+def handles(variables: Sequence[tf.Variable]) -> Iterator[tf.Tensor]:
+    """The handles of variables; of one that each replica has, those of all replicas."""
+    for variable in variables:
+        for part in getattr(variable, "values", [variable]):
+            yield part.handle
 
 
 def made_variables(owner: tf.Module | keras.Layer | keras.metrics.Metric) -> list[Variable]:

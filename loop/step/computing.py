@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import tensorflow as tf
@@ -24,11 +24,13 @@ from loop.data import (
 )
 from loop.data.host_random import random_state
 from loop.errors import UsageError
+from loop.model.variables import handles
 from loop.step.batch_norm import global_seeds
 from loop.step.example_trace import of_size, recorded
 from loop.step.mistakes import explained
 from loop.step.replica import CollectiveNeededError, Replica, within
 from loop.step.totals import Parts
+from loop.step.tracing import assigned
 from loop.task import Batch
 
 T = TypeVar("T")
@@ -46,6 +48,7 @@ class Computing:
         data: the sources, sharded.
         seed: the seed of the run.
         compiled: the source whose batches XLA is to compute, if any.
+        weights: the variables that are trained.
         fixed_rows: the number of rows that a batch must have; None: any number.
 
     Attributes:
@@ -56,13 +59,20 @@ class Computing:
     """
 
     def __init__(
-        self, backend: Backend, data: Data, seed: int, compiled: Source | None, fixed_rows: int | None = None
+        self,
+        backend: Backend,
+        data: Data,
+        seed: int,
+        compiled: Source | None,
+        weights: Sequence[tf.Variable],
+        fixed_rows: int | None = None,
     ) -> None:
         self._backend = backend
         self._data = data
         self._seed = seed
         self._fixed_rows = fixed_rows
         self._compiled = compiled
+        self._weights = set(map(id, handles(weights if backend.replicas > 1 else [])))
         self.computed_by_all: set[Source] = set()
         self.uncompiled: set[Source] = set()
         self.isolated: set[Source] = set()
@@ -180,6 +190,10 @@ class Computing:
         try:
             with within(replica), _warning_of_draws(source):
                 yield replica
+                # A layer may change its weights, such as by a mask: a replica without rows must do so, too.
+                if in_branch and not self._weights.isdisjoint(assigned(tf.compat.v1.get_default_graph())):
+                    replica.problem = CollectiveNeededError()
+                    raise replica.problem
         except Exception as error:
             # The noted one first: TensorFlow may have wrapped it.
             own = replica.problem

@@ -14,6 +14,8 @@ from loop.launch import signals
 
 _autograph = tf.__internal__.autograph  # there is no public interface; Keras uses this one, too
 _OUTSIDE = _autograph.control_status_ctx()
+_ASSIGNMENTS = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
+"""The operations that give a variable another value."""
 atexit.register(signals.remove_generated_code)
 
 
@@ -63,3 +65,21 @@ def repeated(more: Callable[..., tf.Tensor], body: Callable[..., Any], *start: A
     """
     # Iterations must not overlap: memory suffices for one, and all replicas must enter collectives in one order.
     return tf.while_loop(more, body, start, parallel_iterations=1)
+
+
+def assigned(graph: tf.Graph) -> set[int]:
+    """The ids of the handles of the variables that operations of a graph assign; it may still be traced."""
+    handles = set()
+    for operation in graph.get_operations():
+        if operation.type in _ASSIGNMENTS:
+            handles.add(id(_outermost(operation.inputs[0])))
+    return handles
+
+
+def _outermost(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor for which one stands that was captured, from function to function."""
+    graph = getattr(tensor, "graph", None)  # outside of all functions, there is none
+    for outer, inner in getattr(graph, "captures", ()):
+        if inner is tensor:
+            return _outermost(outer)
+    return tensor

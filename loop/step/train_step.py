@@ -12,7 +12,7 @@ from loop.backends.base import Backend
 from loop.data import ArraySource, Data, DataIterator, IndexedSource, Rows, Source, StreamSource, evaluation_sets
 from loop.errors import TrainingError, UsageError
 from loop.model.precision import keras_precision
-from loop.model.variables import carried_variables, trainable_variables
+from loop.model.variables import as_tf, carried_variables, trainable_variables
 from loop.monitor.phase_marker import HOST, PhaseMarker
 from loop.options import Options
 from loop.step import added_losses, communication, lookups, row_random
@@ -280,7 +280,8 @@ def _make_context(
     check_plan(built, backend, data, options, summed_loss)
     plan = make_plan(built, backend, data, options, summed_loss)
     compiled = data.train if options["compile"] == "xla" else None
-    computing = Computing(backend, data, options["seed"], compiled, built.fixed_rows)
+    weights = as_tf(trainable_variables(built.model))
+    computing = Computing(backend, data, options["seed"], compiled, weights, built.fixed_rows)
     _prepare_model(built.model, backend, data, computing, options["sync_batch_norm"], plan)
     with backend.scope():
         scale = LossScale(options["batch_size"]) if plan.loss_scaled else None

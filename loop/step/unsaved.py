@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps_utils  # there is no public way to ask what a graph changes
 
-from loop.model.variables import Variable, as_tf, layers, made_variables
+from loop.model.variables import Variable, as_tf, handles, layers, made_variables
 from loop.step.batch_norm import global_seeds
 from loop.step.example_trace import held_by, members
 from loop.task import Model, TrainTask
@@ -72,18 +72,18 @@ class _Unsaved(NamedTuple):
 
 def _unsaved(task: TrainTask, model: Model, saved: Sequence[tf.Variable], graph: tf.Graph) -> _Unsaved:
     """What the task, the model or its layers hold, a graph uses, and no checkpoint has."""
-    used = {id(outer) for outer, _ in graph.captures} - set(map(id, _handles(saved)))
+    used = {id(outer) for outer, _ in graph.captures} - set(map(id, handles(saved)))
     changed = _changed(graph) & used
     found = _Unsaved([], [], [])
     for name, value in _held(task, model):
-        is_changed = bool(changed.intersection(map(id, _handles(_variables(value)))))
+        is_changed = bool(changed.intersection(map(id, handles(_variables(value)))))
         if is_changed and isinstance(value, keras.metrics.Metric):
             found.metrics.append(name)
         elif is_changed:
             found.lost.append(name)
-        elif used.intersection(map(id, _handles(_trainable(value)))):
+        elif used.intersection(map(id, handles(_trainable(value)))):
             found.untrained.append(name)
-    if changed.intersection(map(id, _handles(global_seeds()))):
+    if changed.intersection(map(id, handles(global_seeds()))):
         found.lost.append(_SEED)
     return found
 
@@ -166,10 +166,3 @@ def _changed(graph: tf.Graph) -> set[int]:
     read_only = set(auto_control_deps_utils.get_read_only_resource_input_indices_graph(graph))
     written = {id(tensor) for index, tensor in enumerate(graph.inputs) if index not in read_only}
     return {id(outer) for outer, inner in graph.captures if id(inner) in written}
-
-
-def _handles(variables: Sequence[tf.Variable]) -> Iterator[tf.Tensor]:
-    """The handles of variables; of one that each replica has, those of all replicas."""
-    for variable in variables:
-        for part in getattr(variable, "values", [variable]):
-            yield part.handle

@@ -490,6 +490,31 @@ def test_pooling_beside_collectives_where_each_replica_has_rows(task, quiet):
         np.testing.assert_allclose(one, three, rtol=0, atol=5e-6)
 
 
+class Triangular(keras.layers.Dense):
+    """Masks its kernel in each call, as masked autoencoders and PixelCNN do."""
+
+    def call(self, inputs):
+        self.kernel.assign(tf.linalg.band_part(self.kernel, 0, -1))
+        return super().call(inputs)
+
+
+class Masked(Unweighted):
+    def build_model(self):
+        width = self.train_data().arrays[0].shape[1]
+        return keras.Sequential([keras.Input((width,)), Triangular(6, "tanh"), keras.layers.Dense(1)])
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
+def test_weights_that_a_layer_changes_are_the_same_on_a_replica_without_rows(options, quiet):
+    """The last batch has one row, and no evaluation has each replica mask its kernel once more."""
+    options = {"epochs": 2, "batch_size": 20, "eval_every": "never"} | options
+    found = []
+    for backend in ("single", create("mirrored", 3)):
+        result = fit(Masked(examples=21), callbacks=quiet(), backend=backend, **options)
+        found.append([variable.numpy() for variable in result.model.trainable_variables])
+    assert largest_difference(*found) <= 5e-6
+
+
 class Annealed(Unweighted):
     """A weight of the loss that grows with the step, as docs/faq.md has it."""
 
