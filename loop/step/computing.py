@@ -190,10 +190,8 @@ class Computing:
         try:
             with within(replica), _warning_of_draws(source):
                 yield replica
-                # A layer may change its weights, such as by a mask: a replica without rows must do so, too.
-                if in_branch and not self._weights.isdisjoint(assigned(tf.compat.v1.get_default_graph())):
-                    replica.problem = CollectiveNeededError()
-                    raise replica.problem
+                if in_branch:
+                    self._check_weights(replica)
         except Exception as error:
             # The noted one first: TensorFlow may have wrapped it.
             own = replica.problem
@@ -209,6 +207,12 @@ class Computing:
                     "compute() needs other replicas, which XLA can't compile: as compile='graph'", stacklevel=2
                 )
             raise
+
+    def _check_weights(self, replica: Replica) -> None:
+        """Has all replicas compute if a layer changes its weights, such as by a mask: those without rows must, too."""
+        if not self._weights.isdisjoint(assigned(tf.compat.v1.get_default_graph())):
+            replica.problem = CollectiveNeededError()
+            raise replica.problem
 
 
 @contextlib.contextmanager
