@@ -97,8 +97,7 @@ class Horovod(Backend):
 
     def broadcast_variables(self, variables: Sequence[tf.Variable]) -> None:
         sent = [variable for variable in variables if variable.dtype in _SENT]
-        # Horovod makes a graph of it, of which AutoGraph would convert all functions first.
-        tf.autograph.experimental.do_not_convert(hvd.broadcast_variables)(sent, root_rank=0)
+        hvd.broadcast_variables(sent, root_rank=0)
         for variable in variables:
             if variable.dtype in _SENT:
                 continue
