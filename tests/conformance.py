@@ -3,6 +3,7 @@
 `python tests/conformance.py horovod` under a launcher runs all checks in each worker; `test_backends.py` starts it.
 """
 
+import functools
 import os
 import sys
 
@@ -32,8 +33,13 @@ def check_ranks(backend):
 def check_replica_numbers(backend):
     own = backend.run(lambda: tf.cast(backend.replica(), tf.int64))
     assert int(backend.first(own)) == backend.rank * backend.local_replicas
-    everyone = backend.run(lambda: backend.all_reduce([tf.one_hot(backend.replica(), backend.replicas)])[0])
-    assert backend.first(everyone).numpy().tolist() == [1.0] * backend.replicas
+
+    # In a graph, as in training. Outside of one, Horovod makes one, and AutoGraph converts all of its functions first.
+    @tf.function(autograph=False)
+    def everyone():
+        return backend.run(lambda: backend.all_reduce([tf.one_hot(backend.replica(), backend.replicas)])[0])
+
+    assert backend.first(everyone()).numpy().tolist() == [1.0] * backend.replicas
 
 
 def check_all_reduce_sums_all_dtypes_and_shapes_in_graph(backend):
@@ -42,13 +48,14 @@ def check_all_reduce_sums_all_dtypes_and_shapes_in_graph(backend):
         tensors = [tf.fill([2, 3], share * factor), tf.fill([], share), tf.fill([4], tf.cast(share, tf.float64))]
         return backend.all_reduce(tensors)
 
-    @tf.function
+    def added(step, total):
+        # Each step depends on the one before, as in training: TensorFlow would run them side by side otherwise.
+        factor = tf.cast(step, tf.float32) + 0.0 * total[0, 0]
+        return step + 1, total + backend.first(backend.run(reduced, factor))[0]
+
+    @tf.function(autograph=False)
     def twice():
-        total = tf.zeros([2, 3])
-        for step in tf.range(3):
-            # Each step depends on the one before, as in training: TensorFlow would run them side by side otherwise.
-            factor = tf.cast(step, tf.float32) + 0.0 * total[0, 0]
-            total += backend.first(backend.run(reduced, factor))[0]
+        _, total = tf.while_loop(lambda step, total: step < 3, added, [tf.constant(0), tf.zeros([2, 3])])
         return total, backend.first(backend.run(reduced, tf.constant(1.0)))
 
     n = backend.replicas
@@ -85,7 +92,7 @@ def check_numbers_of_each_type_are_added_up_and_gathered(backend):
         own = [of(backend.replica(), name) for name in TYPES]
         return backend.all_reduce([*own, own[-1][0]]), backend.all_gather(own)
 
-    (*sums, scalar), tables = backend.first(tf.function(lambda: backend.run(in_replica))())
+    (*sums, scalar), tables = backend.first(tf.function(lambda: backend.run(in_replica), autograph=False)())
     for name, total, table in zip(TYPES, sums, tables, strict=True):
         rows = np.stack([of(replica, name).numpy() for replica in range(backend.replicas)])
         assert total.dtype == table.dtype == name
@@ -132,8 +139,8 @@ def check_compression_is_within_its_bound(backend):
             continue
         communication.check(backend, name)
         for scaled in (False, True):
-            function = tf.function(lambda name=name, scaled=scaled: backend.run(reduced, name, scaled))
-            gradients, sums = backend.first(function())
+            in_replica = functools.partial(backend.run, reduced, name, scaled)
+            gradients, sums = backend.first(tf.function(in_replica, autograph=False)())
             digits = 24 if p == 1 else digits
             bound = ((1 + 2.0**-digits) ** p - 1) * np.abs(shares[:p]).sum(0) + p * smallest * (1 if scaled else 256)
             off = np.abs(np.stack(gradients).astype("float64") - np.sum(np.float32(shares[:p]), 0, "float64"))
@@ -195,7 +202,8 @@ def check_adasum_is_the_adaptive_sum_or_refused(backend):
     gradients = tf.function(
         lambda: backend.run(
             lambda: backend.adasum([tf.gather(tf.constant(np.stack(shares)), backend.replica()), tf.ones([2])])
-        )
+        ),
+        autograph=False,
     )
     found, ones = backend.first(gradients())
     while len(shares) > 1:
@@ -214,7 +222,7 @@ def check_apply_takes_gradients_as_they_are(backend):
         optimizer.build(model.trainable_variables)
     gradients = [tf.ones([2, 1]), tf.ones([1])]
 
-    @tf.function
+    @tf.function(autograph=False)
     def step():
         backend.run(lambda: backend.apply(optimizer, gradients, model.trainable_variables))
 

@@ -34,7 +34,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = (
     "cli", "loop.commands.check_export", "loop.launch.horovodrun", "callbacks.mlflow.courier",
-    "loop.commands.evaluate_beside",
+    "loop.commands.evaluate_beside", "loop.commands.bench_contender",
 )  # fmt: skip
 """What `python -m` starts so."""
 LIGHT = ("cli", "loop.launch.fixed_job", "loop.launch.elastic_job")
@@ -47,7 +47,8 @@ HEAVY = (
 """What comes into `sys.modules` when it is imported, with all before it."""
 IMPORTED = ("TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "MKL_", "CUDA_", "LD_", "MALLOC_", "PYTHON", "LC_", "LANG")
 """Variables that are read while modules are imported begin so: they must be those of the server."""
-FREE = ("PYTHONPATH", "PYTHONUNBUFFERED", "TF_CONFIG")
+FREE = ("PYTHONPATH", "PYTHONUNBUFFERED", "TF_CONFIG", "TF_FORCE_GPU_ALLOW_GROWTH", "CUDA_VISIBLE_DEVICES")
+"""Those of them that are read later: tfloop sets the last two for processes that it starts."""
 PADDING = "TFLOOP_TESTS_PADDING"
 ROOM = 60_000  # bytes for arguments, and for the environment, where /proc shows them
 SUBREAPER = 36  # of prctl
