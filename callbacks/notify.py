@@ -32,8 +32,8 @@ KINDS = ("end", "failure", "checkpoint")
 MOST = 8
 """The most messages under way: while a server takes none, no more messages about checkpoints are sent."""
 
-_under_way: dict[threading.Thread, float] = {}
-"""The threads that send messages, and until when the process waits for each at its end."""
+_under_way: dict[threading.Thread, tuple[float, Posting]] = {}
+"""The threads that send messages: until when the process waits for each at its end, and whose message it is."""
 
 
 class Posting(Callback):
@@ -69,7 +69,7 @@ class Posting(Callback):
         # A daemon, so that a server that never answers can't keep the process alive: `_wait` limits the time.
         thread = threading.Thread(target=self._post, args=(body,), name="notify", daemon=True)
         # Before the start: the thread removes itself, and may end before the next line here.
-        _under_way[thread] = time.monotonic() + self.timeout
+        _under_way[thread] = (time.monotonic() + self.timeout, self)
         try:
             thread.start()
         except RuntimeError as error:
@@ -94,11 +94,15 @@ class Posting(Callback):
         except (OSError, http.client.HTTPException, ValueError) as error:
             cause = getattr(error, "reason", error)
             if isinstance(cause, TimeoutError):
-                self._warn(f"no answer within {self.timeout:g} s")
+                self.report_silence()
             else:
                 self._warn(getattr(cause, "strerror", None) or type(cause).__name__)  # its whole text may hold the URL
         finally:
             del _under_way[threading.current_thread()]
+
+    def report_silence(self) -> None:
+        """Warns that the server hasn't answered in time."""
+        self._warn(f"no answer within {self.timeout:g} s")
 
     def _all_headers(self) -> dict[str, str]:
         """The headers of a message; read when it is sent."""
@@ -197,5 +201,8 @@ def _server(url: str) -> str:
 @atexit.register
 def _wait() -> None:
     """Waits for the messages under way when the process ends."""
-    for thread, until in list(_under_way.items()):
+    for thread, (until, callback) in list(_under_way.items()):
         thread.join(max(0.0, until - time.monotonic()))
+        # The thread itself would say so too late, or never: of a server that sends a byte at a time.
+        if thread.is_alive():
+            callback.report_silence()

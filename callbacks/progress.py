@@ -16,7 +16,7 @@ from callbacks.arguments import check, is_number
 from callbacks.base import Callback, Every, Metrics, Run, as_floats, of_training, shown_status
 from callbacks.epoch_lines import EpochLines, State, epoch_of, numbers
 from callbacks.formats import number, plural
-from callbacks.run_record.redaction import mask, shown
+from callbacks.run_record.redaction import mask, shown, tell
 from callbacks.types import Foreign
 
 RELAY = "TFLOOP_PROGRESS"
@@ -214,7 +214,7 @@ def _beside_bar(state: State, room: int) -> str:
 def stages(total: int, stream: TextIO) -> Iterator[Callable[[str], None]]:
     """Yields a function that shows the next stage of a command: on a terminal with a bar, else in a line of its own."""
     if not stream.isatty():
-        yield lambda text: print(shown(text), file=stream, flush=True)
+        yield lambda text: tell(shown(text), stream)  # of a log on a full disk, nothing fails
         return
     from tqdm import tqdm
 

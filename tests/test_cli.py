@@ -108,6 +108,8 @@ def test_stderr_that_takes_nothing_changes_no_exit_code():
         assert done.returncode == 2
         print_a_line = "from callbacks.run_record.redaction import tell; tell('a line')"
         assert subprocess.run([sys.executable, "-c", print_a_line], stderr=full, cwd=ROOT, timeout=240).returncode == 0
+        show_a_stage = "from loop.commands.cli.output import shown_stages as s\nwith s(1) as show: show('a stage')"
+        assert subprocess.run([sys.executable, "-c", show_a_stage], stderr=full, cwd=ROOT, timeout=240).returncode == 0
 
 
 BEFORE_TENSORFLOW = [

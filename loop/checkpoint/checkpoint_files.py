@@ -201,7 +201,12 @@ def complete(directory: Path) -> list[Path]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return _NAME.fullmatch(path.name) is not None and path.is_dir()
+    return is_name(path.name) and path.is_dir()
+
+
+def is_name(name: str) -> bool:
+    """Whether it is the name of a checkpoint's directory."""
+    return _NAME.fullmatch(name) is not None
 
 
 def verify(path: Path) -> Json:
@@ -261,7 +266,8 @@ def newest(
             warn(f"checkpoint passed over: {error}")
     if paths:
         raise CheckpointError(
-            f"{paths[0].parent}: none of its {len(paths)} checkpoints is good; not starting from step 0"
+            f"{paths[0].parent}: none of its {len(paths)} checkpoints is good: bring a good one back, or give another "
+            "run directory"
         )
     return None
 

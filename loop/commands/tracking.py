@@ -112,6 +112,8 @@ def _deliver_rest(run_dir: Path, track: str | None, trusted: bool) -> str:
     from callbacks.mlflow import delivery
 
     check(run_dir / STATE)  # it is written, too
+    if not (run_dir / STATE).exists() and not os.access(run_dir, os.W_OK):
+        raise UsageError(f"{run_dir} can't be written, and {STATE} must be: make it writable, or deliver a copy of it")
     store = _store(run_dir, track, trusted)
     rest = delivery.Delivery(run_dir.resolve(), store)
     with _sole_deliverer(run_dir):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from callbacks import evaluate_beside, files
 from callbacks.arguments import is_whole
+from callbacks.checkpoint import step_of
 from callbacks.mlflow.tracker import STATE
 from callbacks.run_record import journal, provenance
 from callbacks.run_record.record import ABOUT, is_run
@@ -90,6 +91,18 @@ def check_checkpoints(directory: Path, about: Json) -> None:
         )
 
 
+def report_lost(taken: Path) -> None:
+    """Warns if the journal records a later checkpoint than `taken`, the newest good one, and it is gone."""
+    name = ""
+    with contextlib.suppress(OSError):  # a directory that is only read may have anything in the journal's place
+        name = _recorded_checkpoint(taken.parent.parent)
+    if not checkpoint_files.is_name(name):
+        return
+    later = taken.with_name(name)
+    if step_of(later) > step_of(taken) and not os.path.lexists(later):
+        tell(f"warning: {later} isn't there any more: bring it back, or what came after {taken.name} is lost")
+
+
 def _recorded_checkpoint(directory: Path) -> str:
     """The last checkpoint in the journal since the run was started from step 0; "" if there is none."""
     last = ""
@@ -98,7 +111,7 @@ def _recorded_checkpoint(directory: Path) -> str:
         # restore that names none has started the run from step 0.
         event = entry.get("event")
         if event == "checkpoint" or (event == "restore" and not entry.get("checkpoint")):
-            last = entry.get("checkpoint") or ""
+            last = str(entry.get("checkpoint") or "")
     return last
 
 

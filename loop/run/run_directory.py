@@ -104,9 +104,10 @@ def _prepare(task: TrainTask, run_dir: str | Path | None, resume: str | Path, in
     if not about and (directory / "run.json").exists():
         tell(f"warning: {directory / 'run.json'} can't be read: it is written anew")
     if about and about.get("task") != name:
-        raise UsageError(
-            f"the run directory {directory} belongs to the task {about.get('task')!r}, not {name!r}: give another one"
-        )
+        problem = "has a run.json that names no task"
+        if "task" in about:
+            problem = f"belongs to the task {about['task']!r}, not {name!r}"
+        raise UsageError(f"the run directory {directory} {problem}: give another one")
     if resume == "never":
         integrity.put_aside(directory)
         if checkpoint_files.has_any(directory / "checkpoints"):
@@ -237,8 +238,11 @@ def _find(run: Run) -> Located | None:
 
 
 def newest(paths: list[Path]) -> Located | None:
-    """The newest of these checkpoints that is good, and its manifest; damaged ones are reported and passed over."""
-    return checkpoint_files.newest(paths, lambda text: tell(f"warning: {text}"), manifest.verify)
+    """The newest of these checkpoints that is good, and its manifest; what is damaged or lost is reported."""
+    located = checkpoint_files.newest(paths, lambda text: tell(f"warning: {text}"), manifest.verify)
+    if located is not None:
+        integrity.report_lost(located[0])
+    return located
 
 
 def locate_weights(path: Path) -> Located:

@@ -479,19 +479,35 @@ def test_notify_tells_once_what_a_server_has_against_it(quiet, server, capsys):
     assert capsys.readouterr().err == f"warning: the webhook at {server.place} was not told (it answered 500)\n"
 
 
-def test_a_process_that_ends_gives_its_message_time(server):
-    server.answers.clear()
+def notifying(server, **more):
+    """A process that sends the message of a run's end, and ends."""
     code = f"""
 from types import SimpleNamespace as Some
 from callbacks import Notify
 run = Some(info={{"task": "T"}}, progress=Some(step=3, epoch=1), history=[], directory="d", stop_reason="")
-Notify({server.url!r}).on_fit_end(run, "finished")
+Notify({server.url!r}, **{more!r}).on_fit_end(run, "finished")
 """
-    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_process_that_ends_gives_its_message_time(server):
+    server.answers.clear()
+    process = notifying(server)
     assert server.arrived.wait(60)
     server.answers.set()
-    assert process.wait(60) == 0
+    assert process.communicate(timeout=60) == (None, "")
+    assert process.returncode == 0
     assert server.got[0][2]["step"] == 3
+
+
+def test_a_process_that_ends_says_that_its_message_had_no_answer(server):
+    server.answers.clear()
+    process = notifying(server, timeout=0.5)
+    _, stderr = process.communicate(timeout=60)
+    server.answers.set()
+    assert stderr == f"warning: the webhook at {server.place} was not told (no answer within 0.5 s)\n"
+    assert process.returncode == 0
 
 
 # ModelSummary

@@ -331,6 +331,15 @@ def test_sync_refuses_what_is_no_run_or_still_under_way(tmp_path, command):
     assert "--track-wait -1" in error
 
 
+def test_sync_of_what_can_not_be_written_blames_no_store(tmp_path, command, monkeypatch):
+    directory = run_directory(tmp_path / "run")
+    # As on a read-only file system; root may write whatever the permissions are.
+    monkeypatch.setattr(os, "access", lambda path, mode: path != directory)
+    code, _, error = command("sync", directory, "--track", "http://127.0.0.1:9")
+    assert (code, error.count("\n")) == (2, 1)
+    assert f"{directory} can't be written, and mlflow.json must be: make it writable" in error
+
+
 def test_what_has_been_deleted_there_is_told(database, tmp_path, command):
     uri = f"sqlite:///{database}"
     client = mlflow.MlflowClient(uri)

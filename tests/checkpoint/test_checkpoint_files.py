@@ -81,7 +81,7 @@ def test_none_good_is_an_error_not_a_fresh_start(tmp_path):
     for step in (3, 4):
         (write(tmp_path, step) / "tensors.npz").write_bytes(b"garbage")
     with pytest.raises(
-        checkpoint_files.CheckpointError, match="none of its 2 checkpoints is good; not starting from step 0"
+        checkpoint_files.CheckpointError, match="none of its 2 checkpoints is good: bring a good one back, or give"
     ):
         checkpoint_files.newest(checkpoint_files.complete(tmp_path), lambda text: None)
 

@@ -187,6 +187,26 @@ def test_lost_checkpoints_are_no_start_from_step_0(how, told_by, run):
     assert not (run / "checkpoints").is_symlink()
 
 
+def test_a_newest_checkpoint_that_is_lost_is_missed_by_all_that_take_another(run, quiet, command, capfd):
+    lost = run / "checkpoints/step-00000002"
+    shutil.rmtree(lost)
+    missed = f"warning: {lost} isn't there any more: bring it back, or what came after step-00000001 is lost"
+    code, stderr = command("export", run, run.parent / "weights.npz")
+    assert code == 0
+    assert missed in stderr
+    assert fit(tiny(), epochs=2, run_dir=run, callbacks=quiet()).steps == 2
+    assert missed in capfd.readouterr().err
+    # It has been written again: nothing is lost any more.
+    assert fit(tiny(), epochs=3, run_dir=run, callbacks=quiet()).steps == 3
+    assert "any more" not in capfd.readouterr().err
+
+
+def test_a_run_json_without_a_task_belongs_to_no_run(run):
+    (run / "run.json").write_text('{"name": "of another program"}')
+    with pytest.raises(UsageError, match="names no task: give another one"):
+        prepare(run)
+
+
 def test_after_a_new_start_the_checkpoints_of_before_are_not_missed(run, quiet, capsys):
     lose("dangling", run)
     with pytest.raises(UsageError, match="had the checkpoint"):

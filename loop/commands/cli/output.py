@@ -66,8 +66,13 @@ def _in_color(line: Line) -> RenderableType:
 def shown_stages(total: int) -> Iterator[Callable[[str], None]]:
     """Yields a function that shows the next stage of a command, also while TensorFlow's output is hidden."""
     # A copy of stderr, because `quiet_start` turns the descriptor itself elsewhere.
-    with os.fdopen(os.dup(2), "w") as stderr, stages(total, stderr) as show_next:
-        yield show_next
+    stderr = os.fdopen(os.dup(2), "w")
+    try:
+        with stages(total, stderr) as show_next:
+            yield show_next
+    finally:
+        with contextlib.suppress(OSError):  # closing it writes once more what a full disk has not taken
+            stderr.close()
 
 
 @contextlib.contextmanager
