@@ -9,14 +9,16 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from tensorflow.python.framework import ops
 from tensorflow.python.framework.func_graph import FuncGraph
 
 from benchmarks import fit_overhead
 from callbacks.run_record import cell
 from loop import UsageError, compare, fit
+from loop.backends import create
 from loop.target import cells as cells_
 from tests.conftest import ROOT
-from tests.tasks import Plain
+from tests.tasks import Conv, Plain
 
 SETUP = """
 import sys
@@ -294,6 +296,14 @@ def test_memory_does_not_grow_from_fit_to_fit():
     found = fit_overhead.measure(8, tracked=False)
     assert graphs() == before
     assert found.bytes_per_fit < MOST_BYTES_PER_FIT
+
+
+def test_nor_does_it_on_several_replicas(quiet):
+    """A collective has a gradient, which TensorFlow keeps by its name, and with it the graph of the run."""
+    fit(Conv(), epochs=1, callbacks=quiet(), backend=create("mirrored", 2))
+    before = set(ops.gradient_registry._registry)
+    fit(Conv(), epochs=1, callbacks=quiet(), backend=create("mirrored", 2))
+    assert set(ops.gradient_registry._registry) == before
 
 
 def graphs():

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.framework import ops  # there is no public way to the registry of gradients
 
 from loop.errors import UsageError
 from loop.launch import signals
@@ -47,9 +48,31 @@ def compiled(function: Callable[..., Any], **options: Any) -> Any:
 
     TensorFlow warns of functions of the same code that are traced again and again; each run has its own.
     """
-    made = tf.function(function, autograph=False, **options)
+    made = tf.function(_gradients_forgotten(function), autograph=False, **options)
     made._omit_frequent_tracing_warning = True
     return made
+
+
+def _gradients_forgotten(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that leaves no gradient functions behind when it is traced: nothing differentiates the whole of it.
+
+    TensorFlow registers each gradient of `tf.custom_gradient`, such as those of the collectives of `tf.distribute`,
+    until the process ends, and with it the graph: 8 MB for each `fit` of a small model on `mirrored`.
+    """
+    registered = ops.gradient_registry._registry
+
+    @functools.wraps(function)
+    def traced(*arguments: object, **named: object) -> Any:
+        before = set(registered)
+        try:
+            return function(*arguments, **named)
+        finally:
+            # Modules that are imported meanwhile may register others, once and for all.
+            for name in set(registered) - before:
+                if name.startswith("CustomGradient-"):
+                    del registered[name]
+
+    return traced
 
 
 def repeated(more: Callable[..., tf.Tensor], body: Callable[..., Any], *start: Any) -> Any:
