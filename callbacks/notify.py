@@ -203,6 +203,6 @@ def _wait() -> None:
     """Waits for the messages under way when the process ends."""
     for thread, (until, callback) in list(_under_way.items()):
         thread.join(max(0.0, until - time.monotonic()))
-        # The thread itself would say so too late, or never: of a server that sends a byte at a time.
+        # The thread would report it too late; or never, if the server sends a byte at a time.
         if thread.is_alive():
             callback.report_silence()

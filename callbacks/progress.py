@@ -214,7 +214,7 @@ def _beside_bar(state: State, room: int) -> str:
 def stages(total: int, stream: TextIO) -> Iterator[Callable[[str], None]]:
     """Yields a function that shows the next stage of a command: on a terminal with a bar, else in a line of its own."""
     if not stream.isatty():
-        yield lambda text: tell(shown(text), stream)  # of a log on a full disk, nothing fails
+        yield lambda text: tell(shown(text), stream)  # which doesn't fail on a full disk
         return
     from tqdm import tqdm
 

@@ -162,7 +162,7 @@ MISTAKES = {
     ),
     "the optimizer in compute": (
         OptimizerInCompute(),
-        "compute() uses self.optimizer, which build_optimizer() makes: that is called after compute() is tried",
+        "compute() uses self.optimizer, which isn't set yet: build_optimizer() sets it, and is called after compute()",
     ),
     "the class of an optimizer": (OptimizerClass(), "returned the class SGD: return an object of it, as SGD(...)"),
     "a method without self": (NoSelf(), "define it as def build_model(self)"),

@@ -144,9 +144,9 @@ class Backend(StepCollectives):
             # The gradients are sums over all replicas already.
             optimizer.apply_gradients(zip(gradients, variables, strict=True), skip_gradients_aggregation=True)
             return
-        # Keras 3 sums them in `apply`, and no argument turns that off: also for a single replica, whose gradients then
-        # must all be of one graph, and get gradient functions that TensorFlow keeps until the process ends. An
-        # optimizer may wrap another one: each of them would sum.
+        # Keras 3 sums gradients over the replicas in `apply`, and no argument turns that off. These are summed already.
+        # On one device, too, the sum does harm: TensorFlow refuses it if an optimizer has changed some gradients, and
+        # not the others. An optimizer may wrap another one: each of them would sum.
         for one in nested_optimizers(optimizer):
             one._all_reduce_sum_gradients = lambda grads_and_vars: grads_and_vars
         optimizer.apply(gradients, variables)

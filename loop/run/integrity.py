@@ -92,9 +92,9 @@ def check_checkpoints(directory: Path, about: Json) -> None:
 
 
 def report_lost(taken: Path) -> None:
-    """Warns if the journal records a later checkpoint than `taken`, the newest good one, and it is gone."""
+    """Warns if the journal records a later checkpoint than `taken`, the newest good one, and that one is gone."""
     name = ""
-    with contextlib.suppress(OSError):  # a directory that is only read may have anything in the journal's place
+    with contextlib.suppress(OSError):  # the journal may be a directory, or unreadable
         name = _recorded_checkpoint(taken.parent.parent)
     if not checkpoint_files.is_name(name):
         return

@@ -48,7 +48,7 @@ class Computing:
         data: the sources, sharded.
         seed: the seed of the run.
         compiled: the source whose batches XLA is to compute, if any.
-        weights: the variables that are trained.
+        weights: the trainable variables of the model.
         fixed_rows: the number of rows that a batch must have; None: any number.
 
     Attributes:
@@ -191,7 +191,7 @@ class Computing:
             with within(replica), _warning_of_draws(source):
                 yield replica
                 if in_branch:
-                    self._check_weights(replica)
+                    self._check_weights(source, replica)
         except Exception as error:
             # The noted one first: TensorFlow may have wrapped it.
             own = replica.problem
@@ -208,10 +208,17 @@ class Computing:
                 )
             raise
 
-    def _check_weights(self, replica: Replica) -> None:
-        """Has all replicas compute if a layer changes its weights, such as by a mask: those without rows must, too."""
+    def _check_weights(self, source: Source, replica: Replica) -> None:
+        """Checks, at the end of a trace, whether a layer changes its own weights, such as by a mask.
+
+        A replica without rows would keep the old weights, so all replicas must compute.
+
+        Raises:
+            RetraceError: a layer does, and replicas without rows were traced to compute nothing.
+        """
         if not self._weights.isdisjoint(assigned(tf.compat.v1.get_default_graph())):
-            replica.problem = CollectiveNeededError()
+            self.computed_by_all.add(source)
+            replica.problem = RetraceError()
             raise replica.problem
 
 

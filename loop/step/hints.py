@@ -108,16 +108,16 @@ class _Watch:
 
 
 def _of_optimizer(task: TrainTask, error: BaseException) -> UsageError | None:
-    """The error in place of one that shows that `compute` uses what only `build_optimizer` makes; else None."""
+    """Explains an error of a `compute` that uses an attribute set by `build_optimizer`. None: another error."""
     if not isinstance(error, AttributeError) or error.obj is not task:
         return None
     code = getattr(type(task).build_optimizer, "__code__", None)
     if code is None or error.name not in code.co_names:
         return None
     return UsageError(
-        f"compute() uses self.{error.name}, which build_optimizer() makes: that is called after compute() is tried, as "
-        "some models make their variables in it. For what changes with the step, let build_model() make a variable, "
-        "as by model.beta = model.add_weight(shape=(), trainable=False), and train_step() assign it"
+        f"compute() uses self.{error.name}, which isn't set yet: build_optimizer() sets it, and is called after "
+        "compute() has been tried. For a value that changes with the step, make a variable in build_model(), as by "
+        "model.beta = model.add_weight(shape=(), trainable=False), and assign it in train_step()"
     )
 
 

@@ -54,10 +54,10 @@ def compiled(function: Callable[..., Any], **options: Any) -> Any:
 
 
 def _gradients_forgotten(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that leaves no gradient functions behind when it is traced: nothing differentiates the whole of it.
+    """Removes the gradient functions that a trace of the function registers. Nothing differentiates a whole step.
 
-    TensorFlow registers each gradient of `tf.custom_gradient`, such as those of the collectives of `tf.distribute`,
-    until the process ends, and with it the graph: 8 MB for each `fit` of a small model on `mirrored`.
+    Each use of `tf.custom_gradient` registers one, such as each collective of `tf.distribute`. TensorFlow keeps it, and
+    with it the graph, until the process ends: 8 MB for each `fit` of a small model on `mirrored`.
     """
     registered = ops.gradient_registry._registry
 
@@ -67,7 +67,7 @@ def _gradients_forgotten(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*arguments, **named)
         finally:
-            # Modules that are imported meanwhile may register others, once and for all.
+            # Other names stay: a module that was imported during the trace registers its gradients only once.
             for name in set(registered) - before:
                 if name.startswith("CustomGradient-"):
                     del registered[name]
@@ -91,7 +91,7 @@ def repeated(more: Callable[..., tf.Tensor], body: Callable[..., Any], *start: A
 
 
 def assigned(graph: tf.Graph) -> set[int]:
-    """The ids of the handles of the variables that operations of a graph assign; it may still be traced."""
+    """The ids of the handles of the variables that a graph assigns. The graph may still be under construction."""
     handles = set()
     for operation in graph.get_operations():
         if operation.type in _ASSIGNMENTS:
@@ -100,8 +100,8 @@ def assigned(graph: tf.Graph) -> set[int]:
 
 
 def _outermost(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor for which one stands that was captured, from function to function."""
-    graph = getattr(tensor, "graph", None)  # outside of all functions, there is none
+    """Follows a captured tensor outward, to the tensor outside of all functions."""
+    graph = getattr(tensor, "graph", None)  # a tensor outside of all functions has none
     for outer, inner in getattr(graph, "captures", ()):
         if inner is tensor:
             return _outermost(outer)

@@ -55,7 +55,7 @@ def warn_of_unsaved(task: TrainTask, model: Model, saved: Sequence[tf.Variable],
 
 
 def changed_outside(task: TrainTask, model: Model, saved: Sequence[tf.Variable], graph: tf.Graph) -> list[str]:
-    """The names of what a graph changes, and no checkpoint has, but for the seed of keras.random.
+    """The names of the variables that a graph changes and no checkpoint has, without the seed of keras.random.
 
     The arguments are those of `warn_of_unsaved`.
     """
@@ -89,12 +89,13 @@ def _unsaved(task: TrainTask, model: Model, saved: Sequence[tf.Variable], graph:
 
 
 def _warn_of_held(unsaved: _Unsaved) -> None:
+    """Warns of what `_unsaved` has found."""
     metrics, lost, untrained = unsaved
     if metrics:
         warnings.warn(
-            f"the steps update {_listed(metrics)}: what a metric holds is neither reported nor in a checkpoint, and "
-            "each replica has its own. Let build_metrics() return the metric, and compute() its arguments by the same "
-            "name; or give it to KerasTask, as metrics=[...]",
+            f"the steps update {_listed(metrics)}: such a metric is neither reported nor saved, and each replica "
+            "has its own. Return the metric from build_metrics(), and its arguments by the same name from compute(); "
+            "with KerasTask, give metrics=[...]",
             stacklevel=3,
         )
     if lost:

@@ -504,7 +504,7 @@ class Masked(Unweighted):
         return keras.Sequential([keras.Input((width,)), Triangular(6, "tanh"), keras.layers.Dense(1)])
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"compile": "xla"}], ids=str)
 def test_weights_that_a_layer_changes_are_the_same_on_a_replica_without_rows(options, quiet):
     """The last batch has one row, and no evaluation has each replica mask its kernel once more."""
     options = {"epochs": 2, "batch_size": 20, "eval_every": "never"} | options

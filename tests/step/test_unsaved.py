@@ -182,7 +182,7 @@ UNTRAINED = "the steps use {}, which isn't a part of the model"
         (ModelInAList, "ModelInAList.heads", UNTRAINED),
         (WeightOfALoss, "WeightOfALoss.log_sigma", UNTRAINED),
         (WeightInALayer, "Weight.weight", UNTRAINED),
-        (WithMetric, "Measuring.mean", "the steps update {}: what a metric holds is neither reported"),
+        (WithMetric, "Measuring.mean", "the steps update {}: such a metric is neither reported nor saved"),
     ],
 )
 def test_what_is_not_of_the_model_is_named(kind, name, message, quiet):
