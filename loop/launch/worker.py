@@ -152,8 +152,8 @@ def reporting() -> Iterator[Reporter]:
         # By default, SIGUSR1 kills a process. It is ignored until the run has its own handler.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         die_with_parent()
-        # Last: the launcher sends SIGUSR1 only once this file exists.
-        (Path(job) / f"rank-{worker_name()}.pid").write_text(str(os.getpid()))
+        # Last: the launcher sends SIGUSR1 only once this file exists. Whole: a host's agent may read it at any moment.
+        write_text(Path(job) / f"rank-{worker_name()}.pid", str(os.getpid()))
     try:
         # A worker whose launcher was killed still reports into the directory.
         with no_exit(), contextlib.nullcontext() if job is None else signals.in_use(job):

@@ -23,6 +23,7 @@ import cli
 from loop import UsageError
 from loop.launch import host_agent, schedulers
 from loop.launch import ssh as ssh_
+from loop.launch.environment import JOB, LAUNCHER
 from loop.launch.host_slots import read_hosts
 from loop.launch.hosts import Cluster, Host
 from tests import launchers
@@ -462,34 +463,63 @@ def test_an_agent_waits_for_its_first_message_until_the_launcher_has_started_all
 
 
 def test_an_agent_runs_workers_and_ends_them_when_its_launcher_is_gone(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "loop.launch.host_agent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    command = [sys.executable, "-P", "-m", "loop.launch.host_agent"]
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        stack.callback(process.kill)
 
-    def tell(**message):
-        process.stdin.write(json.dumps(message).encode() + b"\n")
-        process.stdin.flush()
+        def tell(**message):
+            process.stdin.write(json.dumps(message).encode() + b"\n")
+            process.stdin.flush()
 
-    def hear(name):
-        for line in process.stdout:
-            assert line.startswith(host_agent.MARK.encode()), line
-            message = json.loads(line[len(host_agent.MARK) :])
-            if name in message:
-                return message
-        raise AssertionError(f"ended without {name}")
+        def hear(name):
+            for line in process.stdout:
+                assert line.startswith(host_agent.MARK.encode()), line
+                message = json.loads(line[len(host_agent.MARK) :])
+                if name in message:
+                    return message
+            raise AssertionError(f"ended without {name}")
 
-    tell(ask={"directory": str(tmp_path), "files": ["digits", "no.py:Task"], "interface": None, "slots": 2})
-    answer = hear("answer")["answer"]
-    assert answer["versions"] == host_agent.versions()
-    assert answer["files"] == {"digits": host_agent.digest("digits"), "no.py:Task": None}
-    assert len(set(answer["ports"])) == 2
-    places = {rank: {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": "2"} for rank in (0, 1)}
-    tell(start={"environment": {}, "arguments": ["train", "digits"], "places": places})
-    pids = [int(hear("file")["text"]) for _ in places]
-    tell(signal=signal.SIGKILL, rank=1)
-    assert hear("ended") == {"ended": -signal.SIGKILL, "rank": 1}
-    process.stdin.close()
-    process.wait(timeout=240)
-    process.stdout.close()
+        tell(ask={"directory": str(tmp_path), "files": ["digits", "no.py:Task"], "interface": None, "slots": 2})
+        answer = hear("answer")["answer"]
+        assert answer["versions"] == host_agent.versions()
+        assert answer["files"] == {"digits": host_agent.digest("digits"), "no.py:Task": None}
+        assert len(set(answer["ports"])) == 2
+        places = {rank: {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": "2"} for rank in (0, 1)}
+        tell(start={"environment": {}, "arguments": ["train", "digits"], "places": places})
+        pids = [int(hear("file")["text"]) for _ in places]
+        tell(signal=signal.SIGKILL, rank=1)
+        assert hear("ended") == {"ended": -signal.SIGKILL, "rank": 1}
+        process.stdin.close()
+        process.wait(timeout=240)
     for pid in pids:
         assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_worker_s_files_are_never_seen_half_written(tmp_path):
+    """An agent sends a file when it sees it. It has sent a worker's process number that was still empty."""
+    code = """
+import sys
+from loop.launch.worker import reporting
+
+written = set()
+
+def hear(event, arguments):
+    if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wxa+"):
+        written.add(str(arguments[0]).rpartition("/")[2])
+
+sys.addaudithook(hear)
+with reporting() as report:
+    report(0)
+print(*sorted(written))
+"""
+    environment = {
+        **os.environ,
+        JOB: str(tmp_path),
+        LAUNCHER: str(os.getpid()),
+        "HOROVOD_RANK": "0",
+        "HOROVOD_SIZE": "1",
+    }
+    written = run(sys.executable, "-c", code, cwd=ROOT, env=environment).split()
+    assert written == ["rank-0.json.tmp", "rank-0.pid.tmp"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["rank-0.json", "rank-0.pid"]
