@@ -132,6 +132,7 @@ def main(workload: str, module: str, given: str) -> int:
 
 def spread(processes: int) -> int:
     """Runs this same worker in several processes; the first one has the line to the one that measures."""
+    from loop.launch.environment import LOCAL_SIZE
     from loop.launch.horovodrun import rendezvous
 
     command = [sys.executable, *sys.orig_argv[1:]]
@@ -139,7 +140,8 @@ def spread(processes: int) -> int:
         workers = []
         for rank, place in enumerate(places):
             line = None if rank == 0 else subprocess.DEVNULL
-            workers.append(subprocess.Popen(command, env={**os.environ, **place}, stdin=line, stdout=line))
+            environment = {**os.environ, **place, LOCAL_SIZE: str(processes)}  # as `tfloop train` sets it
+            workers.append(subprocess.Popen(command, env=environment, stdin=line, stdout=line))
         return max(worker.wait() != 0 for worker in workers)
 
 

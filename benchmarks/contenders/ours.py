@@ -1,4 +1,4 @@
-"""Ours: `fit`, as a user calls it."""
+"""Ours: `fit`, as `tfloop train` calls it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import callbacks as standard
 from benchmarks.worker import Port
 from benchmarks.workloads import Workload
 from loop import ArrayData, TrainTask, fit
+from loop.backends import devices
 
 
 class Trained(TrainTask):
@@ -94,6 +95,7 @@ def serve(
         every: how many.
         **options: of `fit`.
     """
+    devices.prepare(options.get("backend", "single"))  # as `tfloop train` does
     if workload.kind == "gan":
         from benchmarks.contenders import gan
 

@@ -45,7 +45,8 @@ def prepare(
         devices: with those, the devices instead.
         threads: of an operation; None: the worker's share of the cores, where `tfloop` has started several on its
             machine and they use no GPU; else TensorFlow decides. Each would use all cores, and the workers would wait
-            for each other (docs/performance/collectives.md).
+            for each other (docs/performance/collectives.md). With 1, a replica on a CPU also makes one operation at a
+            time.
         per_replica: how many devices a replica owns; None: one. See `device`.
 
     Raises:
@@ -61,6 +62,10 @@ def prepare(
         threads = _share_of_cores()
     if threads is not None:
         tf.config.threading.set_intra_op_parallelism_threads(threads)
+    if threads == 1 and not gpus and (is_worker or backend == "single") and "TF_NUM_INTEROP_THREADS" not in os.environ:
+        # A second thread computes nothing sooner on one core, and handing small operations over to it takes longer than
+        # they do: a step of a small net with two workers took 1.4 times as long.
+        tf.config.threading.set_inter_op_parallelism_threads(1)
     if backend not in ("mirrored", "central"):
         return
     if devices:
@@ -78,6 +83,13 @@ def _share_of_cores() -> int | None:
     if "TF_NUM_INTRAOP_THREADS" in os.environ or not workers.isdecimal() or workers in ("0", "1"):
         return None
     return max(1, machine.usable_cpus() // int(workers))
+
+
+def graph_threads() -> int:
+    """How many operations of a graph TensorFlow runs at a time."""
+    given = os.environ.get("TF_NUM_INTEROP_THREADS", "")
+    in_environment = int(given) if given.isdecimal() else 0
+    return tf.config.threading.get_inter_op_parallelism_threads() or in_environment or machine.usable_cpus()
 
 
 def _warn_of_unused_gpus() -> None:

@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import tensorflow as tf
 
+from loop.backends.devices import graph_threads
 from loop.data.batch import EVALUATION_EPOCH, BatchOptions
 from loop.data.batch_filler import BatchFiller
 from loop.data.batch_layout import BatchLayout
@@ -146,7 +147,7 @@ class HostReader:
         plan = functools.partial(self._plan, shares, parts, filler.whole_batches)
         # Code of the user may run graphs, which need another of TensorFlow's threads than the one that reads.
         at_once = 0
-        if not data.readers and (not data.calls_user or _graph_threads() > 1):
+        if not data.readers and (not data.calls_user or graph_threads() > 1):
             # About as many as fit. More would be planned for nothing; see `_fitting`.
             batch_bytes = max(1, self._layout.example_bytes * self._options.batch_size)
             at_once = min(_AT_ONCE, max(1, _AT_ONCE_BYTES // batch_bytes))
@@ -270,8 +271,3 @@ def _warn_of_python(unlike: bool) -> None:
 def _own(shares: RowShares, parts: int, whole: np.ndarray) -> np.ndarray:
     """A worker's rows of a global batch that is cut into micro-batches."""
     return whole if shares.replicas == 1 else whole[shares.on_host(len(whole), parts)]
-
-
-def _graph_threads() -> int:
-    """How many operations of a graph TensorFlow runs at a time."""
-    return int(tf.config.threading.get_inter_op_parallelism_threads()) or usable_cpus()

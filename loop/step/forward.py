@@ -17,6 +17,7 @@ from loop.step import lookups, penalties
 from loop.step.computing import RetraceError
 from loop.step.context import StepContext
 from loop.step.gradients import Gradient, each_row_once, weight_or_one
+from loop.step.hints import warn_of_python
 from loop.step.replica import Replica
 from loop.step.tracing import as_written, repeated
 from loop.task import Batch, Values
@@ -239,6 +240,7 @@ class ForwardPass:
         # In the order of the variables, the same on all workers, since gradients are reduced in this order.
         self.connected = [index for index, gradient in gradients.items() if gradient is not None]
         self._check_connected()
+        warn_of_python()
         # Only now: whether the graph has such an operation shows when the backward pass is traced.
         if self._isolates(replica):
             replica.problem = RetraceError()

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
+from loop.backends.devices import graph_threads
 from loop.errors import UsageError
 from loop.model.variables import Layer, is_legacy, layers, trainable_variables
 from loop.step.mistakes import ERRORS, explained
@@ -77,7 +78,9 @@ class _Watch:
         before = dict(vars(self._task))
         self._calls += 1
         try:
-            return self._compute(*arguments, **named)
+            values = self._compute(*arguments, **named)
+            warn_of_python()  # before the graph, if this is in one, is run
+            return values
         except ERRORS as error:
             problem = explained(error) or _of_optimizer(self._task, error)
             if problem is None and is_about_shapes(error):
@@ -105,6 +108,21 @@ class _Watch:
                     "model; a value that compute() returns is a metric",
                     stacklevel=2,
                 )
+
+
+@tf.autograph.experimental.do_not_convert
+def warn_of_python() -> None:
+    """Warns if the graph that is being made calls Python, and TensorFlow has no other thread for what that may run."""
+    if tf.executing_eagerly() or graph_threads() > 1:
+        return
+    called = {each.type for each in tf.compat.v1.get_default_graph().get_operations() if "PyFunc" in each.type}
+    if called:
+        warnings.warn(
+            f"the step calls Python in its graph ({', '.join(sorted(called))}), and TensorFlow has one thread here: if "
+            "that Python calls a tf.function, both wait for each other without end. Give TensorFlow two threads, as by "
+            "--threads 2",
+            stacklevel=1,  # by this line, so that it is said once
+        )
 
 
 def _of_optimizer(task: TrainTask, error: BaseException) -> UsageError | None:

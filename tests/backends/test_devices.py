@@ -33,6 +33,7 @@ LOOKUP = keras.layers.StringLookup(vocabulary=["a", "b"])
 class Early(TrainTask):
     """Uses TensorFlow when its module is imported, and when it is made."""
     broken: bool = False
+    calls_python: bool = False
 
     def __post_init__(self):
         self.texts = keras.layers.TextVectorization()
@@ -55,7 +56,10 @@ class Early(TrainTask):
 
     def compute(self, model, batch, training):
         rows, targets = batch
-        return {"loss": tf.reduce_sum((model(rows, training=training) - targets) ** 2, -1)}
+        losses = tf.reduce_sum((model(rows, training=training) - targets) ** 2, -1)
+        if self.calls_python:
+            losses += tf.ensure_shape(tf.numpy_function(np.sqrt, [tf.stop_gradient(losses)], tf.float32), [None])
+        return {"loss": losses}
 '''
 COMMANDS = """
 import json, sys
@@ -96,6 +100,18 @@ def test_a_task_may_use_tensorflow_before_it_is_trained(tmp_path):
     assert evaluated["eval_loss"] == pytest.approx(mirrored["metrics"]["eval_loss"], rel=1e-6)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_python_in_a_step_of_one_thread_is_warned_of(threads, tmp_path):
+    """A second thread would run a `tf.function` that this Python calls."""
+    train = ["train", "early.py:Early", "--batch-size", "4", "--track", "off", "--set", "calls_python=true"]
+    code, _, err = commands(tmp_path, [*train, "--run-dir", "run", "--threads", str(threads)])
+    assert code == 0, err
+    assert err.count("the step calls Python in its graph (PyFunc), and TensorFlow has one thread") == (threads == 1)
+    about = json.loads((tmp_path / "run" / "run.json").read_text())["machine"]
+    assert about["intra_op_threads"] == threads
+    assert about["inter_op_threads"] == (1 if threads == 1 else 0)  # 0: TensorFlow decides
+
+
 def test_such_a_task_is_verified(tmp_path):
     """The devices are there before the task is: it ends where its data is asked for."""
     arguments = ["verify", "early.py:Early", "--no-processes", "--set", "broken=true"]
@@ -118,26 +134,43 @@ def test_each_worker_has_a_gpu_of_its_own_or_none(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("backend", "variables", "typed", "threads"),
+    ("backend", "variables", "typed", "threads", "at_once"),
     [
-        ("horovod", {"TFLOOP_LOCAL_SIZE": "3"}, None, 2),
-        ("multiworker", {"TFLOOP_LOCAL_SIZE": "20"}, None, 1),
-        ("multiworker", {"TFLOOP_LOCAL_SIZE": "3"}, 5, 5),
-        ("horovod", {"TFLOOP_LOCAL_SIZE": "1"}, None, None),
-        ("horovod", {"HOROVOD_LOCAL_SIZE": "3"}, None, None),  # by another launcher, which may have bound it to cores
-        ("horovod", {"TFLOOP_LOCAL_SIZE": "3", "TF_NUM_INTRAOP_THREADS": "4"}, None, None),
-        ("single", {"TFLOOP_LOCAL_SIZE": "3"}, None, None),
+        ("horovod", {"TFLOOP_LOCAL_SIZE": "3"}, None, 2, None),
+        ("multiworker", {"TFLOOP_LOCAL_SIZE": "20"}, None, 1, 1),
+        ("multiworker", {"TFLOOP_LOCAL_SIZE": "3"}, 5, 5, None),
+        ("horovod", {"TFLOOP_LOCAL_SIZE": "1"}, None, None, None),
+        ("horovod", {"HOROVOD_LOCAL_SIZE": "3"}, None, None, None),  # of another launcher, which may have bound it
+        ("horovod", {"TFLOOP_LOCAL_SIZE": "3", "TF_NUM_INTRAOP_THREADS": "4"}, None, None, None),
+        ("horovod", {"TFLOOP_LOCAL_SIZE": "20", "TF_NUM_INTEROP_THREADS": "4"}, None, 1, None),
+        ("single", {"TFLOOP_LOCAL_SIZE": "3"}, None, None, None),
+        ("single", {}, 1, 1, 1),
+        ("mirrored", {}, 1, 1, None),  # its replicas compute at the same time
     ],
     ids=str,
 )
-def test_workers_of_one_machine_share_its_cores(backend, variables, typed, threads, monkeypatch):
-    found = [None]
+def test_workers_of_one_machine_share_its_cores(backend, variables, typed, threads, at_once, monkeypatch):
+    found = {"intra": None, "inter": None}
     monkeypatch.setattr(machine, "usable_cpus", lambda: 8)
-    monkeypatch.setattr(tf.config.threading, "set_intra_op_parallelism_threads", found.append)
+    for kind in found:
+        name = f"set_{kind}_op_parallelism_threads"
+        monkeypatch.setattr(tf.config.threading, name, lambda count, kind=kind: found.update({kind: count}))
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     devices.prepare(backend, 3, threads=typed)
-    assert found[-1] == threads
+    assert found == {"intra": threads, "inter": at_once}
+
+
+@pytest.mark.parametrize(
+    ("set_here", "variable", "expected"), [(2, "5", 2), (0, "5", 5), (0, "many", 8), (0, "0", 8), (0, None, 8)]
+)
+def test_the_operations_that_a_graph_runs_at_a_time(set_here, variable, expected, monkeypatch):
+    monkeypatch.setattr(tf.config.threading, "get_inter_op_parallelism_threads", lambda: set_here)
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 8)
+    monkeypatch.delenv("TF_NUM_INTEROP_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("TF_NUM_INTEROP_THREADS", variable)
+    assert devices.graph_threads() == expected
 
 
 def test_workers_with_gpus_have_all_threads(monkeypatch):

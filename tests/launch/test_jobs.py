@@ -61,6 +61,7 @@ def test_engines_agree(digits):
         # As typed, and this worker's share of the cores.
         threads = {"multiworker": 1, "horovod": max(1, machine.usable_cpus() // 2)}
         assert about["machine"]["intra_op_threads"] == threads.get(each["backend"], 0)
+        assert about["machine"]["inter_op_threads"] == (1 if threads.get(each["backend"]) == 1 else 0)
 
 
 @needs_horovod
