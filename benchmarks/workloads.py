@@ -216,12 +216,15 @@ def gan() -> Any:
 OURS = ("ours", "ours, callbacks off", "ours, XLA")
 KERAS = ("Keras fit", "Keras fit, best steps_per_execution", "Keras fit, best steps_per_execution, XLA")
 BY_HAND = ("by hand, a call a step", "by hand, in graph")
+ONE_THREAD = ("ours, one thread", "by hand, in graph, one thread")
 PEERS = ("Orbit, 50 steps", "Orbit, best steps", "PyTorch", "PyTorch, compiled", "JAX, a call a step", "JAX, scan")
 
 WORKLOADS = {
     "mlp": Workload(
         "784-64-10 on 60,032 images of 28x28, batch 64, Adam", lambda: images(938 * 64, 784), mlp,
-        contenders=(*OURS, *KERAS, *BY_HAND, "by hand, XLA scan", *PEERS, "Lightning", "Lightning, all off"),
+        contenders=(
+            *OURS, *KERAS, *BY_HAND, *ONE_THREAD, "by hand, XLA scan", *PEERS, "Lightning", "Lightning, all off"
+        ),
     ),
     "cnn": Workload(
         "32 filters 3x3, pooling, dense, on 16,000 images of 28x28, batch 64, Adam",
@@ -248,7 +251,8 @@ WORKLOADS = {
         "a table of 100,000 x 64 under a dense layer, 16 words an example, batch 64, SGD",
         lambda: words(1000 * 64, 16, 100_000), embedding, optimizer="sgd", learning_rate=1.0,
         contenders=(
-            *OURS, "Keras fit, best steps_per_execution", *BY_HAND, "by hand, in graph, rows looked up", "PyTorch"
+            *OURS, "ours, one thread", "Keras fit, best steps_per_execution", *BY_HAND,
+            "by hand, in graph, rows looked up", "by hand, in graph, rows looked up, one thread", "PyTorch"
         ),
         check_steps=100,
     ),

@@ -12,7 +12,7 @@ class Contender:
 
     Attributes:
         module: the module of this package that has it: `serve(workload, port, **options)`.
-        options: what `serve` is given beside.
+        options: what `serve` is given beside; and `threads`: TensorFlow's, for operations and for each of them.
         peer: the environment that it needs (see `environments.PEERS`); "" for ours.
         processes: how many make up one training.
     """
@@ -27,6 +27,7 @@ CONTENDERS = {
     "ours": Contender("ours"),
     "ours, callbacks off": Contender("ours", {"callbacks": "off"}),
     "ours, XLA": Contender("ours", {"compile": "xla"}),
+    "ours, one thread": Contender("ours", {"threads": 1}),
     "Keras fit": Contender("keras_fit", {"executions": [1]}),
     "Keras fit, best steps_per_execution": Contender("keras_fit", {"executions": [10, 50, 200]}),
     "Keras fit, best steps_per_execution, XLA": Contender(
@@ -37,6 +38,10 @@ CONTENDERS = {
     "by hand, in graph, arrays": Contender("by_hand", {"ways": ["arrays 50", "arrays 500"]}),
     "by hand, in graph, checked": Contender("by_hand", {"ways": ["arrays 50", "arrays 500"], "checked": True}),
     "by hand, in graph, rows looked up": Contender("by_hand", {"ways": ["arrays 50", "arrays 500"], "rows": True}),
+    "by hand, in graph, one thread": Contender("by_hand", {"ways": ["arrays 50", "arrays 500"], "threads": 1}),
+    "by hand, in graph, rows looked up, one thread": Contender(
+        "by_hand", {"ways": ["arrays 50", "arrays 500"], "rows": True, "threads": 1}
+    ),
     "by hand, XLA scan": Contender("by_hand", {"ways": ["scan 50"]}),
     "Orbit, 50 steps": Contender("orbit_loop", {"calls": [50]}, "orbit"),
     "Orbit, best steps": Contender("orbit_loop", {"calls": [10, 200, 1000]}, "orbit"),
