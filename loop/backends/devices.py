@@ -62,10 +62,8 @@ def prepare(
         threads = _share_of_cores()
     if threads is not None:
         tf.config.threading.set_intra_op_parallelism_threads(threads)
-    if threads == 1 and not gpus and (is_worker or backend == "single") and "TF_NUM_INTEROP_THREADS" not in os.environ:
-        # A second thread computes nothing sooner on one core, and handing small operations over to it takes longer than
-        # they do: a step of a small net with two workers took 1.4 times as long.
-        tf.config.threading.set_inter_op_parallelism_threads(1)
+        if not gpus and (is_worker or backend == "single"):
+            _set_operations_at_a_time(threads)
     if backend not in ("mirrored", "central"):
         return
     if devices:
@@ -85,8 +83,22 @@ def _share_of_cores() -> int | None:
     return max(1, machine.usable_cpus() // int(workers))
 
 
+def _set_operations_at_a_time(threads: int) -> None:
+    """How many operations a replica on a CPU makes at a time, if each may have so many threads."""
+    if "TF_NUM_INTEROP_THREADS" in os.environ:
+        return
+    # Else there is a thread for each core of the machine. With one core for the replica, a second one computes nothing
+    # sooner, and handing small operations over to it takes longer than they do: a step of a small net with two workers
+    # took 1.4 times as long. More threads than cores are for Python in a step; see `graph_threads`.
+    if threads == 1 or threads > machine.usable_cpus():
+        tf.config.threading.set_inter_op_parallelism_threads(threads)
+
+
 def graph_threads() -> int:
-    """How many operations of a graph TensorFlow runs at a time."""
+    """How many operations of a graph TensorFlow runs at a time.
+
+    An operation that calls Python holds one of these threads, and a `tf.function` that this Python calls needs another.
+    """
     given = os.environ.get("TF_NUM_INTEROP_THREADS", "")
     in_environment = int(given) if given.isdecimal() else 0
     return tf.config.threading.get_inter_op_parallelism_threads() or in_environment or machine.usable_cpus()

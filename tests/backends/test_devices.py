@@ -145,6 +145,8 @@ def test_each_worker_has_a_gpu_of_its_own_or_none(monkeypatch):
         ("horovod", {"TFLOOP_LOCAL_SIZE": "20", "TF_NUM_INTEROP_THREADS": "4"}, None, 1, None),
         ("single", {"TFLOOP_LOCAL_SIZE": "3"}, None, None, None),
         ("single", {}, 1, 1, 1),
+        ("single", {}, 8, 8, None),
+        ("single", {}, 9, 9, 9),  # more than cores
         ("mirrored", {}, 1, 1, None),  # its replicas compute at the same time
     ],
     ids=str,
