@@ -23,6 +23,8 @@ from loop.launch.environment import LOCAL_SIZE
 LOCAL_RANK = ("TFLOOP_LOCAL_RANK", "HOROVOD_LOCAL_RANK")
 """Environment variables with a worker's index among those on its machine, in the order in which they count."""
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
+_OF_WORKERS = ("horovod", "multiworker")
+"""The backends whose processes compute a part of each batch by themselves."""
 _WITH_SEVERAL = ("single", "horovod")
 """The backends whose replicas may own several devices: TensorFlow's strategies place the variables themselves."""
 
@@ -55,15 +57,9 @@ def prepare(
     keep_programs()  # first, because XLA reads its flags only once
     own_several(backend, per_replica)  # before `use_gpus`, which asks how many GPUs a replica owns
     _warn_of_unused_gpus()
-    is_worker = backend in ("horovod", "multiworker")
-    own_gpu = local_rank() if is_worker else None
+    own_gpu = local_rank() if backend in _OF_WORKERS else None
     gpus = use_gpus(own_gpu)
-    if threads is None and is_worker and not gpus:
-        threads = _share_of_cores()
-    if threads is not None:
-        tf.config.threading.set_intra_op_parallelism_threads(threads)
-        if not gpus and (is_worker or backend == "single"):
-            _set_operations_at_a_time(threads)
+    _set_threads(backend, threads, on_gpus=bool(gpus))
     if backend not in ("mirrored", "central"):
         return
     if devices:
@@ -75,23 +71,29 @@ def prepare(
     _make_logical_cpus(count)
 
 
-def _share_of_cores() -> int | None:
-    """The number of cores for this worker; None: the user has set it, or no other workers are known on this machine."""
-    workers = os.environ.get(LOCAL_SIZE, "")
-    if "TF_NUM_INTRAOP_THREADS" in os.environ or not workers.isdecimal() or workers in ("0", "1"):
-        return None
-    return max(1, machine.usable_cpus() // int(workers))
-
-
-def _set_operations_at_a_time(threads: int) -> None:
-    """How many operations a replica on a CPU makes at a time, if each may have so many threads."""
-    if "TF_NUM_INTEROP_THREADS" in os.environ:
+def _set_threads(backend: str, threads: int | None, on_gpus: bool) -> None:
+    """Sets the threads of an operation, and how many operations run at a time; see `prepare`."""
+    if threads is None and backend in _OF_WORKERS and not on_gpus:
+        threads = _share_of_cores()
+    if threads is None:
+        return
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    one_replica_on_cpu = not on_gpus and backend in ("single", *_OF_WORKERS)
+    if not one_replica_on_cpu or "TF_NUM_INTEROP_THREADS" in os.environ:
         return
     # Else there is a thread for each core of the machine. With one core for the replica, a second one computes nothing
     # sooner, and handing small operations over to it takes longer than they do: a step of a small net with two workers
     # took 1.4 times as long. More threads than cores are for Python in a step; see `graph_threads`.
     if threads == 1 or threads > machine.usable_cpus():
         tf.config.threading.set_inter_op_parallelism_threads(threads)
+
+
+def _share_of_cores() -> int | None:
+    """The number of cores for this worker; None: the user has set it, or no other workers are known on this machine."""
+    workers = os.environ.get(LOCAL_SIZE, "")
+    if "TF_NUM_INTRAOP_THREADS" in os.environ or not workers.isdecimal() or workers in ("0", "1"):
+        return None
+    return max(1, machine.usable_cpus() // int(workers))
 
 
 def graph_threads() -> int:
