@@ -122,7 +122,7 @@ def main(workload: str, module: str, given: str) -> int:
     # Whatever a library prints goes to the log; stdout is the line to the one that measures.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    if threads := options.pop("threads", None):  # as `tfloop train --threads` sets them
+    if threads := options.pop("threads", None):  # `tfloop train --threads 1` sets the same
         os.environ |= {"TF_NUM_INTRAOP_THREADS": str(threads), "TF_NUM_INTEROP_THREADS": str(threads)}
     chosen = WORKLOADS[workload]
     chosen = dataclasses.replace(chosen, metrics=options.pop("metrics", chosen.metrics))

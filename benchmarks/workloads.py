@@ -275,7 +275,8 @@ WORKLOADS = {
         contenders=("ours", *BY_HAND, "by hand, in graph, checked"),
     ),
     "horovod": Workload(
-        "784-64-10 on 60,032 images, global batch 64 over two processes, Adam", lambda: images(938 * 64, 784), mlp,
+        "784-64-10 on 60,032 images, global batch 64 over two processes (ours with a share of the cores each), Adam",
+        lambda: images(938 * 64, 784), mlp,
         contenders=("ours, two Horovod processes", "Horovod's example, two processes"),
     ),
 }  # fmt: skip

@@ -47,6 +47,10 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 TFLOOP = [sys.executable, "-P", "-m", "cli"]
 
 needs_horovod = pytest.mark.skipif(machine.horovod_missing() is not None, reason=str(machine.horovod_missing()))
+# A disk that is full or read-only is a real one, mounted where no other process sees it.
+needs_mounts = pytest.mark.skipif(
+    subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode != 0, reason="may not mount"
+)
 
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4

@@ -81,9 +81,9 @@ def _set_threads(backend: str, threads: int | None, on_gpus: bool) -> None:
     one_replica_on_cpu = not on_gpus and backend in ("single", *_OF_WORKERS)
     if not one_replica_on_cpu or "TF_NUM_INTEROP_THREADS" in os.environ:
         return
-    # Else there is a thread for each core of the machine. With one core for the replica, a second one computes nothing
-    # sooner, and handing small operations over to it takes longer than they do: a step of a small net with two workers
-    # took 1.4 times as long. More threads than cores are for Python in a step; see `graph_threads`.
+    # Else there is a thread for each core of the machine. With one core for the replica, a second thread computes
+    # nothing sooner, and handing small operations over to it takes longer than they do (docs/workers.md). More threads
+    # than cores are for Python in a step; see `graph_threads`.
     if threads == 1 or threads > machine.usable_cpus():
         tf.config.threading.set_inter_op_parallelism_threads(threads)
 

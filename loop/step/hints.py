@@ -119,8 +119,8 @@ def warn_of_python() -> None:
     if called:
         warnings.warn(
             f"the step calls Python in its graph ({', '.join(sorted(called))}), and TensorFlow has one thread here: if "
-            "that Python calls a tf.function, both wait for each other without end. Give TensorFlow two threads, as by "
-            "--threads 2",
+            "that Python calls a tf.function, both wait for each other without end. Give TensorFlow two threads, by "
+            "--threads 2, or by TF_NUM_INTEROP_THREADS=2 in the environment",
             stacklevel=1,  # by this line, so that it is said once
         )
 

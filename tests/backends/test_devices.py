@@ -27,6 +27,7 @@ from loop import ArrayData, TrainTask, UsageError
 ACCURACY = keras.metrics.SparseCategoricalAccuracy()
 ROWS = tf.data.Dataset.range(3)
 LOOKUP = keras.layers.StringLookup(vocabulary=["a", "b"])
+ROOT_OF = tf.function(tf.sqrt)
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Early(TrainTask):
     """Uses TensorFlow when its module is imported, and when it is made."""
     broken: bool = False
     calls_python: bool = False
+    calls_function: bool = False
 
     def __post_init__(self):
         self.texts = keras.layers.TextVectorization()
@@ -59,11 +61,15 @@ class Early(TrainTask):
         losses = tf.reduce_sum((model(rows, training=training) - targets) ** 2, -1)
         if self.calls_python:
             losses += tf.ensure_shape(tf.numpy_function(np.sqrt, [tf.stop_gradient(losses)], tf.float32), [None])
+        if self.calls_function:
+            losses += tf.ensure_shape(tf.py_function(ROOT_OF, [tf.stop_gradient(losses)], tf.float32), [None])
         return {"loss": losses}
 '''
 COMMANDS = """
-import json, sys
+import json, os, sys
 import cli
+if cores := int(sys.argv[2]):
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
 for arguments in json.loads(sys.argv[1]):
     sys.argv = ["tfloop", *arguments]
     try:
@@ -74,12 +80,12 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
-def commands(directory, *each):
-    """Runs commands in one new process; its exit code, stdout and stderr."""
+def commands(directory, *each, cores=0):
+    """Runs commands in one new process, on so many cores or on all; its exit code, stdout and stderr."""
     (directory / "early.py").write_text(EARLY)
     done = subprocess.run(
-        [sys.executable, "-P", "-X", "warm", "-c", COMMANDS, json.dumps(each)], cwd=directory, capture_output=True,
-        text=True, timeout=280, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-P", "-X", "warm", "-c", COMMANDS, json.dumps(each), str(cores)],
+        cwd=directory, capture_output=True, text=True, timeout=280, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
@@ -109,7 +115,16 @@ def test_python_in_a_step_of_one_thread_is_warned_of(threads, tmp_path):
     assert err.count("the step calls Python in its graph (PyFunc), and TensorFlow has one thread") == (threads == 1)
     about = json.loads((tmp_path / "run" / "run.json").read_text())["machine"]
     assert about["intra_op_threads"] == threads
-    assert about["inter_op_threads"] == (threads if threads in (1, about["cpus"] + 1) else 0)  # 0: TensorFlow decides
+    decided = threads == 1 or threads > about["cpus"]
+    assert about["inter_op_threads"] == (threads if decided else 0)  # 0: TensorFlow decides
+
+
+def test_python_in_a_step_may_call_a_function_of_tensorflow_if_it_has_two_threads_on_one_core(tmp_path):
+    """With one thread, both wait for each other without end, and the command reaches its time limit."""
+    train = ["train", "early.py:Early", "--batch-size", "4", "--track", "off", "--set", "calls_function=true"]
+    code, _, err = commands(tmp_path, [*train, "--threads", "2"], cores=1)
+    assert code == 0, err
+    assert "calls Python" not in err
 
 
 def test_such_a_task_is_verified(tmp_path):

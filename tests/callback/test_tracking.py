@@ -28,7 +28,7 @@ from callbacks.mlflow.tracker import store
 from loop import fit
 from loop.launch import machine
 from loop.run import trust
-from tests.conftest import ROOT, until
+from tests.conftest import ROOT, needs_mounts, until
 from tests.tasks import Plain
 
 SQLITE_MAX = sys.float_info.max  # what MLflow's SQL stores keep of an infinity
@@ -337,9 +337,7 @@ exec "$2" -P -m cli sync "$1" --track http://127.0.0.1:9
 """
 
 
-@pytest.mark.skipif(
-    subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode != 0, reason="may not mount"
-)
+@needs_mounts
 def test_sync_of_a_read_only_directory_does_not_blame_the_store(tmp_path):
     directory = run_directory(tmp_path / "run")
     done = subprocess.run(

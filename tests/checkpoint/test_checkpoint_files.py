@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from loop.checkpoint import array_files, checkpoint_files
 from loop.monitor import fault_injection
 from tests.campaigns import writer
-from tests.conftest import ROOT
+from tests.conftest import ROOT, needs_mounts
 
 TENSORS = {
     "model/00000:dense/kernel": np.arange(12, dtype="float32").reshape(3, 4),
@@ -346,9 +346,7 @@ def test_a_disk_that_fails_at_any_call_keeps_the_old_ones(call, tmp_path, monkey
     assert writer.find(directory) == 3
 
 
-@pytest.mark.skipif(
-    subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode != 0, reason="may not mount"
-)
+@needs_mounts
 def test_a_full_disk_keeps_the_old_ones(tmp_path):
     command = ["unshare", "-m", sys.executable, "-P", "-m", "tests.campaigns.full", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)

@@ -18,7 +18,7 @@ from callbacks.run_record import redaction
 from callbacks.run_record.record import Record
 from loop.commands import runs, terminal, verify
 from loop.commands.verify import Comparison, Report
-from tests.conftest import ROOT, TFLOOP
+from tests.conftest import ROOT, TFLOOP, needs_mounts
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,7 @@ for write in (
 """
 
 
-@pytest.mark.skipif(
-    subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode != 0, reason="may not mount"
-)
+@needs_mounts
 def test_a_full_disk_names_the_file(tmp_path):
     done = subprocess.run(
         ["unshare", "-m", sys.executable, "-P", "-c", FULL, tmp_path],
