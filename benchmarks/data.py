@@ -107,8 +107,8 @@ def ours(data: Any) -> Iterator[Any]:
 
     @tf.function(autograph=False)
     def read(epoch: Any, first: Any) -> Any:
-        batches = Batches(made, (), epoch, PhaseMarker(noted=False, timed=False, replicas=1))
         end = first + steps
+        batches = Batches(made, (), epoch, end, PhaseMarker(noted=False, timed=False, replicas=1))
         return batches.each(lambda step, _: step < end, sized, first, batches.first(first), tf.constant(0))[-1]
 
     for epoch in itertools.count():

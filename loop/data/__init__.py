@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from loop.data.indexed_source import IndexedSource
     from loop.data.joined import sequences
     from loop.data.mixture import mix
+    from loop.data.padded_arrays import PaddedArraySource
     from loop.data.padding import Padding
     from loop.data.parts import contents, first, in_float64, part
     from loop.data.pipelines import shard_files, stacking_problem
@@ -51,6 +52,7 @@ __all__ = [
     "Feed",
     "IndexedData",
     "IndexedSource",
+    "PaddedArraySource",
     "Padding",
     "ReadBatch",
     "RowCounts",
@@ -84,6 +86,7 @@ _NAMES = {
     "indexed_source": "IndexedSource",
     "joined": "sequences",
     "mixture": "mix",
+    "padded_arrays": "PaddedArraySource",
     "padding": "Padding",
     "parts": "contents first in_float64 part",
     "pipelines": "shard_files stacking_problem",

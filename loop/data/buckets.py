@@ -30,40 +30,44 @@ class LengthBuckets:
         with tf.device("CPU:0"):
             self._by_length = tf.constant(np.argsort(lengths, kind="stable").astype(np.int64))
 
-    def batch(self, epoch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        """The examples of the global batch at `step` of `epoch`, in order: int64 [n]; undefined after the last step."""
+    def batches(self, epoch: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
+        """The examples of the global batches at some steps of `epoch`, in order: int64 [batches, batch size].
+
+        Those behind the end of a short last batch, and of batches after the last step, are undefined.
+        """
         size = self._options.batch_size
         if not self._options.shuffle:
-            start = tf.minimum(step * size, self._size - 1)
-            return self._by_length[start : start + size]
-        # A branch of the graph is made only where there are batches of both kinds.
+            positions = steps[:, tf.newaxis] * size + tf.range(size, dtype=tf.int64)
+            return tf.gather(self._by_length, tf.minimum(positions, self._size - 1))
         if not self._left:
-            return self._whole_batch(epoch, tf.minimum(step, self._full - 1))
+            return self._whole_batches(epoch, tf.minimum(steps, self._full - 1), None)
+        aside = self._aside(epoch)
+        # The short last batch, filled up with its last example.
+        last = tf.gather(tf.gather(self._by_length, aside), np.minimum(np.arange(size), self._left - 1))
         if not self._full:
-            return self._last_batch(epoch)
-        return tf.cond(step < self._full, lambda: self._whole_batch(epoch, step), lambda: self._last_batch(epoch))
+            return tf.tile(last[tf.newaxis], [tf.size(steps), 1])
+        whole = self._whole_batches(epoch, tf.minimum(steps, self._full - 1), aside)
+        return tf.where(steps[:, tf.newaxis] < self._full, whole, last)
 
-    def _whole_batch(self, epoch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        """The examples of a whole batch."""
+    def _whole_batches(self, epoch: tf.Tensor, steps: tf.Tensor, aside: tf.Tensor | None) -> tf.Tensor:
+        """The examples of some whole batches; `aside` are the positions that are set aside, if there are any."""
         # Purpose 0 shuffles what is set aside, 1 the batches, and 2 and above the examples of each class.
         size = self._options.batch_size
-        number = self._shuffled(step, epoch, 1, self._full)
-        # The class of the batch: `bucket` is the only one with first <= number < end.
+        number = self._shuffled(steps, epoch, 1, self._full)
+        # The class of each batch: `bucket` is the only one with first <= number < end.
         bucket = ((number + 1) * self._buckets - 1) // self._full
         first = bucket * self._full // self._buckets
         end = (bucket + 1) * self._full // self._buckets
-        positions = (number - first) * size + tf.range(size, dtype=tf.int64)
-        positions = first * size + self._shuffled(positions, epoch, bucket + 2, (end - first) * size)
-        if self._left:
-            # Positions among the examples that are not set aside become positions among all examples.
-            aside = self._aside(epoch)
-            before = tf.searchsorted(aside - tf.range(self._left, dtype=tf.int64), positions, "right", tf.int64)
-            positions += before
-        return tf.gather(self._by_length, positions)
 
-    def _last_batch(self, epoch: tf.Tensor) -> tf.Tensor:
-        """The examples of the short last batch."""
-        return tf.gather(self._by_length, self._aside(epoch))
+        # From here on, for each example of these batches.
+        number, bucket, first, end = (tf.repeat(tensor, size) for tensor in (number, bucket, first, end))
+        row = tf.tile(tf.range(size, dtype=tf.int64), [tf.size(steps)])
+        positions = (number - first) * size + row
+        positions = first * size + self._shuffled(positions, epoch, bucket + 2, (end - first) * size)
+        if aside is not None:
+            # Positions among the examples that are not set aside become positions among all examples.
+            positions += tf.searchsorted(aside - tf.range(self._left, dtype=tf.int64), positions, "right", tf.int64)
+        return tf.reshape(tf.gather(self._by_length, positions), [-1, size])
 
     def _aside(self, epoch: tf.Tensor) -> tf.Tensor:
         """The positions that are set aside for the short batch, ascending: int64 [left]; each is equally likely."""

@@ -204,14 +204,11 @@ class HostReader:
         count = min(at_once, self._block_steps - step_in_block, self._steps_per_epoch - step)
         if self._is_bucketed:
             epoch_of_order = epoch if self._data.mixes else 0
-            buckets = self._buckets(epoch_of_order)
-            wholes = []
             with tf.device("CPU:0"):
-                epoch_tensor = tf.constant(epoch, tf.int64)
-                for step_of_batch in range(step, step + count):
-                    whole = buckets.batch(epoch_tensor, tf.constant(step_of_batch, tf.int64))
-                    wholes.append(np.asarray(whole))
-            return wholes
+                steps = tf.range(step, step + count, dtype=tf.int64)
+                order = np.asarray(self._buckets(epoch_of_order).batches(tf.constant(epoch, tf.int64), steps))
+            left = self._data.size - step * self._options.batch_size  # examples; the last batch may be short
+            return [batch[: max(left - number * len(batch), 0)] for number, batch in enumerate(order)]
         order = self._block(epoch, block)
         size = self._options.batch_size
         starts = range(step_in_block * size, (step_in_block + count) * size, size)

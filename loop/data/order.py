@@ -27,9 +27,10 @@ def shuffled(
         positions: which ones to permute; int64 [n], with n > 0, or [].
         seed: the seed of the run.
         epoch: the epoch; int64 [].
-        size: how many positions there are; int64 [].
-        stream: each stream has a permutation of its own. That of stream 0 orders arrays and indexed data. Up to epoch
-            255, and with seeds up to 255, it is `tf.random.experimental.index_shuffle` with `seed=[seed, epoch]`.
+        size: how many positions there are; int64 [], or [n] if each position is among others.
+        stream: each stream has a permutation of its own; int64 [], or [n]. That of stream 0 orders arrays and indexed
+            data. Up to epoch 255, and with seeds up to 255, it is `tf.random.experimental.index_shuffle` with
+            `seed=[seed, epoch]`.
     """
     if not isinstance(epoch, int) and tf.is_symbolic_tensor(epoch) and isinstance(stream, int):
         # In the graph that the epoch comes from, outside of the loop of steps, which all have one key.
@@ -43,9 +44,10 @@ def shuffled(
 
 
 def _key(seed: int, epoch: tf.Tensor | int, stream: int | tf.Tensor) -> tf.Tensor:
-    """The key of a permutation: int64 [3]. See `shuffled`."""
+    """The key of a permutation, int64 [3], or of several ones, int64 [n, 3]. See `shuffled`."""
     # Only the low bits of each of the three numbers count, 8 for small sizes. So what a stream adds, and the higher
     # bits of epoch and seed, stand in the first one, which is constant in `index_shuffle`.
     high_bits = epoch >> 8 if isinstance(epoch, int) else tf.bitwise.right_shift(epoch, tf.constant(8, tf.int64))
     first = _KEY + (seed >> 8) * _APART + stream * _APART + high_bits
-    return tf.stack([tf.convert_to_tensor(number, tf.int64) for number in (first, seed, epoch)])
+    numbers = [tf.convert_to_tensor(number, tf.int64) for number in (first, seed, epoch)]
+    return tf.stack([tf.broadcast_to(number, tf.shape(numbers[0])) for number in numbers], -1)

@@ -108,11 +108,11 @@ class Padding:
         raise UsageError(f"Padding(values={self.values!r}): {given!r} isn't {kind}, of array {name!r}: give one")
 
     def length(self, lengths: tf.Tensor) -> tf.Tensor:
-        """The padded lengths of a batch: at least one, so that no layer meets an empty axis; int64 [axes].
+        """The padded lengths of a batch: at least one, so that no layer meets an empty axis; int64 [..., axes].
 
-        `lengths` are those of each example of the batch, int64 [examples, axes].
+        `lengths` are those of each example of the batch, int64 [..., examples, axes].
         """
-        return self.rounded(tf.maximum(tf.reduce_max(lengths, 0), 1))
+        return self.rounded(tf.maximum(tf.reduce_max(lengths, -2), 1))
 
     def rounded(self, length: Length) -> Length:
         """A length, or a tensor of lengths, rounded up to a multiple of `multiple`."""

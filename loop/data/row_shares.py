@@ -39,6 +39,27 @@ class RowShares:
         low, high = self._own(n, parts)
         return tf.ragged.range(start + low, start + high).flat_values
 
+    @property
+    def remainder(self) -> int:
+        """The number of rows of a short last batch; 0 if there is none."""
+        return 0 if self.drop_remainder else self.size % self.batch_size
+
+    def rows_of(self, steps: tf.Tensor, parts: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """The worker's rows of the global batches at some steps, one micro-batch of `parts` after the other.
+
+        Returns:
+            How many rows it has of each batch: int64 [batches]. And which ones these are: int64 [batches, most rows];
+            undefined behind the last one.
+        """
+        whole = self.on_host(self.batch_size, parts)
+        short = self.on_host(self.remainder, parts) if self.remainder else whole
+        table = np.zeros([2, max(len(whole), len(short))], np.int64)
+        table[0, : len(whole)] = whole
+        table[1, : len(short)] = short
+        is_short = tf.cast((steps + 1) * self.batch_size > self.size, tf.int32)
+        counts = np.array([len(whole), len(short)], np.int64)
+        return tf.gather(counts, is_short), tf.gather(table, is_short)
+
     def on_host(self, n: int, parts: int) -> np.ndarray:
         """The worker's rows of a global batch of n rows: int64 [own rows], one micro-batch after the other."""
         # The same arithmetic as in `places`, by Python's integers.

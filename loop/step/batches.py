@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from loop.data import ArraySource, DataIterator, IndexedSource, ReadBatch, Source
+from loop.data import ArraySource, DataIterator, IndexedSource, PaddedArraySource, ReadBatch, Source
 from loop.monitor.phase_marker import COMPUTE, DATA, PhaseMarker
 from loop.step.tracing import repeated
 
@@ -30,16 +30,24 @@ class Batches:
         source: the data.
         iterator: what the `start` of the source returned.
         epoch: the epoch, int64 [].
+        end: the step within the epoch before which the call ends at the latest, int64 [].
         marker: marks in the graph where a step waits for data, and where it computes.
         parts: the number of micro-batches.
     """
 
     def __init__(
-        self, source: Source, iterator: DataIterator, epoch: tf.Tensor, marker: PhaseMarker, parts: int = 1
+        self,
+        source: Source,
+        iterator: DataIterator,
+        epoch: tf.Tensor,
+        end: tf.Tensor,
+        marker: PhaseMarker,
+        parts: int = 1,
     ) -> None:
         self._source = source
         self._iterator = iterator
         self._epoch = epoch
+        self._end = end
         self._marker = marker
         self._parts = parts
 
@@ -47,6 +55,9 @@ class Batches:
         """What is read before the first step."""
         if isinstance(self._source, IndexedSource):
             return self._source.read_from(self._epoch, step, self._parts)
+        if isinstance(self._source, PaddedArraySource):
+            upcoming = self._source.read_from(self._epoch, step, self._end, self._parts)
+            return upcoming, self._source.batch_at(upcoming, step)
         if isinstance(self._source, ArraySource):
             return self._source.read_batch(self._iterator, self._epoch, step, self._parts)
         return ()
@@ -68,6 +79,8 @@ class Batches:
         """
         if isinstance(self._source, IndexedSource):
             return self._each_from_host(self._source, more, make, step, following, state)
+        if isinstance(self._source, PaddedArraySource):
+            return self._each_looked_up(self._source, more, make, step, following, state)
 
         def body(step: tf.Tensor, following: Following, state: State) -> tuple[tf.Tensor, Following, State]:
             # Arrays: this batch is there already, and the next one is read now. One too many at the end does no harm.
@@ -80,6 +93,36 @@ class Batches:
                     read = self._source.read_batch(self._iterator, self._epoch, step)
             self._marker.at(COMPUTE, read)
             return step + 1, following, make(step, read, state)
+
+        made: tuple[tf.Tensor, Following, State] = repeated(
+            lambda step, following, state: more(step, state), body, step, following, state
+        )
+        return made
+
+    def _each_looked_up(
+        self, source: PaddedArraySource, more: More, make: Step, step: tf.Tensor, following: Following, state: State
+    ) -> tuple[tf.Tensor, Following, State]:
+        """See `each`. Where the examples of several batches are is worked out at once."""
+
+        # The outer loop looks up the next batches; the inner loop makes steps while they last.
+        def body(step: tf.Tensor, following: Following, state: State) -> tuple[tf.Tensor, Following, State]:
+            upcoming, read = following
+            upcoming = tf.cond(
+                step + 1 < upcoming.end,
+                lambda: upcoming,
+                lambda: source.read_from(self._epoch, step + 1, self._end, self._parts),
+            )
+
+            def one(step: tf.Tensor, read: ReadBatch, state: State) -> tuple[tf.Tensor, ReadBatch, State]:
+                # This batch is there already, and the next one is read now. One too many at the end does no harm.
+                following = source.batch_at(upcoming, step + 1)
+                self._marker.at(COMPUTE, read)
+                return step + 1, following, make(step, read, state)
+
+            step, read, state = repeated(
+                lambda step, read, state: (step + 1 < upcoming.end) & more(step, state), one, step, read, state
+            )
+            return step, (upcoming, read), state
 
         made: tuple[tf.Tensor, Following, State] = repeated(
             lambda step, following, state: more(step, state), body, step, following, state

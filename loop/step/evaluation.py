@@ -156,7 +156,7 @@ class Evaluation:
             totals = backend.run(self._add_batch, state[1], (epoch, step, read))
             return self._more(source, read), totals
 
-        batches = Batches(source, iterator, epoch, marker)
+        batches = Batches(source, iterator, epoch, end, marker)
         first = batches.first(step)
         _, _, (going, totals) = batches.each(more, evaluate, step, first, (tf.constant(True), totals))
 

@@ -37,7 +37,7 @@ class BatchLoop:
         self._source = context.source
         self._epoch = epoch
         self._end = end
-        self._batches = Batches(context.source, iterator, epoch, context.marker, context.plan.accumulate)
+        self._batches = Batches(context.source, iterator, epoch, end, context.marker, context.plan.accumulate)
 
     def run(self, state: LoopState) -> LoopState:
         """Makes the steps from `state.step` on; returns the state after them."""

@@ -37,7 +37,16 @@ import callbacks
 import loop
 from loop.backends import create
 from loop.commands.replay import replay
-from loop.data import BatchOptions, host_reader, mapped_memory, random_access, read_ahead, reader_process, source
+from loop.data import (
+    BatchOptions,
+    host_reader,
+    mapped_memory,
+    padded_arrays,
+    random_access,
+    read_ahead,
+    reader_process,
+    source,
+)
 from loop.data.batch import EVALUATION_EPOCH
 from loop.data.batch_layout import BatchLayout
 from loop.data.examples import checked, specs_of
@@ -336,7 +345,7 @@ def _of_loop(made, size):
 
     @tf.function(autograph=False)
     def run(begin, end, group):
-        batches = Batches(made, (), EPOCH, PhaseMarker(noted=False, timed=False, replicas=1))
+        batches = Batches(made, (), EPOCH, end, PhaseMarker(noted=False, timed=False, replicas=1))
 
         def body(step, following, kept):
             until = tf.minimum(end, (step // group + 1) * group)
@@ -356,6 +365,7 @@ def test_batches_that_are_handed_over_together_are_those_of_arrays(kind, at_once
     monkeypatch.setattr(read_ahead, "_AT_ONCE", 1e9)
     monkeypatch.setattr(host_reader, "_AT_ONCE", at_once)
     monkeypatch.setattr(host_reader, "_ORDERED", 5 * 8)  # the order of 5 of 13 batches at once
+    monkeypatch.setattr(padded_arrays, "_UPCOMING", at_once)
     lengths = _RANDOM.integers(0, 9, len(INPUTS)).tolist()
     sequences = [(np.arange(length, dtype=np.int32), LABELS[index]) for index, length in enumerate(lengths)]
     if kind not in ("columns", "items"):

@@ -134,9 +134,25 @@ def test_each_bucket_has_an_order_of_its_own():
     """Buckets of one size were permuted alike, with the permutation of the batches and that of arrays."""
     lengths = np.arange(1, 1601)
     buckets = LengthBuckets(lengths, BatchOptions(25, shuffle=True), 4)
-    batches = [buckets.batch(tf.constant(0, tf.int64), tf.constant(step, tf.int64)).numpy() for step in range(64)]
+    batches = buckets.batches(tf.constant(0, tf.int64), tf.range(64, dtype=tf.int64)).numpy()
     ranks = {tuple(sorted(batch % 400)) for batch in batches}
     assert len(ranks) == 64  # each bucket of 400 examples had the same 16 batches
+
+
+def test_order_of_buckets_stays_what_it_was():
+    """Runs of earlier versions are resumed in their order, here that of 2026-11-30."""
+    buckets = LengthBuckets(np.arange(30) * 7 % 11, BatchOptions(4, seed=3, shuffle=True), 2)
+    *whole, last = buckets.batches(tf.constant(300, tf.int64), tf.range(8, dtype=tf.int64)).numpy().tolist()
+    assert whole == [
+        [0, 3, 1, 2],
+        [13, 17, 29, 8],
+        [28, 27, 20, 12],
+        [5, 15, 16, 25],
+        [24, 23, 26, 10],
+        [21, 22, 6, 19],
+        [9, 4, 11, 18],
+    ]
+    assert last[:2] == [7, 14]  # the short last batch
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
