@@ -58,11 +58,13 @@ class BatchLoop:
         marker = self._context.marker
         trace = StepTrace(self._context, (self._epoch, step, read), state, counted=isinstance(source, ArraySource))
         state = trace.make()
+        # The totals are there before the gradients are applied, which is no waiting for data.
+        made = [state.totals, *trace.changes]
         if isinstance(source, IndexedSource):
-            marker.at(DATA, state.totals)  # until the host has read the next batch
+            marker.at(DATA, made)  # until the host has read the next batch
         else:
             # The next batch is there already, or its reading marks the phase itself: see `Batches.each`.
-            marker.lap(DATA, state.totals)
+            marker.lap(DATA, made)
         return state
 
 

@@ -35,8 +35,10 @@ class StepTrace:
         context: what all traces share.
         feed: epoch, step, and what was read for the step.
         state: the state of the loop before the step.
-        counted: whether the loop makes a fixed number of steps. The steps after one that ends the call then change
-            nothing.
+        counted: whether the loop makes a fixed number of steps. Those after one that ends the call change nothing.
+
+    Attributes:
+        changes: tensors that are there when the step has changed variables.
     """
 
     in_block: ClassVar[bool] = False
@@ -55,6 +57,7 @@ class StepTrace:
         # A copy for this trace: `ForwardPass` removes each variable whose gradient turns out to be dense.
         self._by_lookup = dict(context.plan.lookups)
         self._minimizes = 0
+        self.changes: list[tf.Tensor] = []
         self._sums: dict[str, tf.Tensor] = {}
         self._states: dict[str, PerReplica] = {}
         self._finite: dict[str, tf.Tensor] = {}
@@ -256,8 +259,8 @@ class StepTrace:
             act()
             return condition
 
-        # `tf.cond` wants a result from both branches; this one is not used.
-        tf.cond(condition, acted, lambda: condition)
+        # `tf.cond` wants a result from both branches. This one is there when the variables are changed.
+        self.changes.append(tf.cond(condition, acted, lambda: condition))
 
     def _finish(self) -> LoopState:
         """Ends the trace; returns the state of the loop after the step."""
@@ -359,10 +362,7 @@ class BlockStepTrace(StepTrace):
     0 where it is finite, else nan, and adds that up: the gradient's sign. The block checks the signs of all its steps,
     and is undone as a whole.
 
-    Args:
-        context: what all traces share.
-        feed: epoch, step, and what was read for the step.
-        state: the state of the loop before the step.
+    See `StepTrace` for the arguments.
 
     Attributes:
         signs: the sign of the loss, at 0, and of the gradient of each variable, at 1 + its index.

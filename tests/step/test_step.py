@@ -1,5 +1,6 @@
 """The mathematics: the same numbers as a hand-written single-device loop, on any number of replicas."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
+from callbacks import Callback
 from loop import ArrayData, TrainingError, UsageError, fit
 from loop.backends import create
 from loop.data import open_data
@@ -428,6 +430,34 @@ def test_only_the_counter_decides_on_another_step():
     condition = program.as_graph_def().library.function
     (condition,) = [each for each in condition if each.signature.name == loops[0].attr["cond"].func.name]
     assert sorted({node.op for node in condition.node_def} - {"Identity", "Const", "NoOp"}) == ["Less"]
+
+
+@pytest.mark.parametrize("kind", [Plain, Streamed])
+def test_applying_gradients_is_no_waiting_for_data(kind, quiet, tmp_path):
+    """The profile counted it as such: the totals of a step are there before its gradients are applied."""
+    noted = []
+    runs = []
+
+    class Slow(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            def note():
+                time.sleep(0.02)  # what else the step does is over by now
+                noted.append(runs[0].step.phase_marker.doing())
+
+            with tf.control_dependencies([tf.py_function(note, [], [])]):
+                super().update_step(gradient, variable, learning_rate)
+
+    class Task(kind):
+        def build_optimizer(self):
+            return Slow(0.01)
+
+    class Begin(Callback):
+        def on_fit_start(self, run):
+            runs.append(run)
+
+    fit(Task(), steps=3, callbacks=quiet() + [Begin()], run_dir=tmp_path / "run", profile="1000:1001")
+    assert len(noted) >= 3
+    assert set(noted) == {"compute"}
 
 
 class Pooled(Plain):
