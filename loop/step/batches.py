@@ -107,11 +107,12 @@ class Batches:
         # The outer loop looks up the next batches; the inner loop makes steps while they last.
         def body(step: tf.Tensor, following: Following, state: State) -> tuple[tf.Tensor, Following, State]:
             upcoming, read = following
-            upcoming = tf.cond(
-                step + 1 < upcoming.end,
-                lambda: upcoming,
-                lambda: source.read_from(self._epoch, step + 1, self._end, self._parts),
-            )
+            with tf.device("CPU:0"):  # where they are read; a branch's results would be put on a GPU
+                upcoming = tf.cond(
+                    step + 1 < upcoming.end,
+                    lambda: upcoming,
+                    lambda: source.read_from(self._epoch, step + 1, self._end, self._parts),
+                )
 
             def one(step: tf.Tensor, read: ReadBatch, state: State) -> tuple[tf.Tensor, ReadBatch, State]:
                 # This batch is there already, and the next one is read now. One too many at the end does no harm.
@@ -136,10 +137,11 @@ class Batches:
 
         # The outer loop asks for the next batches; the inner loop makes the steps of those that are held.
         def body(step: tf.Tensor, held: Following, state: State) -> tuple[tf.Tensor, Following, State]:
-            # Not after the last step: the next call would ask for the same batches once more.
-            following = tf.cond(
-                more(held.end, state), lambda: source.read_from(self._epoch, held.end, self._parts), lambda: held
-            )
+            with tf.device("CPU:0"):  # where they are read; a branch's results would be put on a GPU
+                # Not after the last step: the next call would ask for the same batches once more.
+                following = tf.cond(
+                    more(held.end, state), lambda: source.read_from(self._epoch, held.end, self._parts), lambda: held
+                )
 
             def one(step: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
                 read = source.batch_at(held, step)
@@ -147,8 +149,10 @@ class Batches:
                 return step + 1, make(step, read, state)
 
             step, state = repeated(lambda step, state: (step < held.end) & more(step, state), one, step, state)
-            # If the call ends before all held batches are used, they still have the next batch.
-            return step, tf.cond(step < held.end, lambda: held, lambda: following), state
+            with tf.device("CPU:0"):
+                # If the call ends before all held batches are used, they still have the next batch.
+                rest = tf.cond(step < held.end, lambda: held, lambda: following)
+            return step, rest, state
 
         made: tuple[tf.Tensor, Following, State] = repeated(
             lambda step, held, state: more(step, state), body, step, following, state

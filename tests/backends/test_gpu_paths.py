@@ -17,14 +17,16 @@ import pytest
 import tensorflow as tf
 
 from callbacks import formats, system, throughput_probe
-from loop import ArrayData, TrainTask, UsageError, backends, fit
+from loop import ArrayData, IndexedData, TrainTask, UsageError, backends, fit
 from loop.backends import base, devices, horovod, parameter_server, strategy
 from loop.commands import doctor, dry_run, memory, memory_measurements, tune, verify
 from loop.commands.cli import checks
-from loop.data import open_data
+from loop.data import BatchOptions, open_data, source
 from loop.launch import elastic_job, host_agent, hosts, machine
 from loop.launch.elastic_limits import Limits
+from loop.monitor.phase_marker import PhaseMarker
 from loop.options import with_defaults
+from loop.step.batches import Batches
 from loop.step.build import build
 from loop.step.plan import make_plan
 from tests.campaigns import gpu_lines
@@ -327,6 +329,29 @@ def test_batches_are_copied_to_the_device_that_computes(stream, quiet):
         backend.device = device
         results.append(fit(Task(), backend=backend, callbacks=quiet(), epochs=1).weights_sha256)
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(
+    "data", [ArrayData([[1], [2, 3], [4]], padding=0), IndexedData(np.ones((3, 2)))], ids=["padded", "indexed"]
+)
+def test_batches_that_are_read_ahead_stay_in_host_memory(data):
+    """TensorFlow would put what a branch returns on a GPU, from where each step would copy it back."""
+    made = source(data, BatchOptions(2), "data")
+    zero = tf.constant(0, tf.int64)
+
+    @tf.function(autograph=False)
+    def read(end):
+        batches = Batches(made, (), zero, end, PhaseMarker(noted=False, timed=False, replicas=1))
+        return batches.each(
+            lambda step, state: step < end, lambda step, read, state: state + 1, zero, batches.first(zero), zero
+        )[-1]
+
+    assert read(tf.constant(2, tf.int64)) == 2
+    library = read.get_concrete_function(tf.constant(2, tf.int64)).graph.as_graph_def().library
+    nodes = [node for function in library.function for node in function.node_def]
+    found = {node.device for node in nodes if node.op in ("If", "StatelessIf")}
+    assert len(found) == 1
+    assert found.pop().endswith("CPU:0")
 
 
 @pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
