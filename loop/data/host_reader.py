@@ -208,7 +208,7 @@ class HostReader:
                 steps = tf.range(step, step + count, dtype=tf.int64)
                 order = np.asarray(self._buckets(epoch_of_order).batches(tf.constant(epoch, tf.int64), steps))
             left = self._data.size - step * self._options.batch_size  # examples; the last batch may be short
-            return [batch[: max(left - number * len(batch), 0)] for number, batch in enumerate(order)]
+            return [batch[: left - number * len(batch)] for number, batch in enumerate(order)]
         order = self._block(epoch, block)
         size = self._options.batch_size
         starts = range(step_in_block * size, (step_in_block + count) * size, size)

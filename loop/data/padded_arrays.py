@@ -20,10 +20,10 @@ _PIECES = 6
 """Into at least how many pieces a sequence of mean length is cut: gaps then take about a sixteenth more memory."""
 
 _UPCOMING = 32
-"""Of how many batches the examples are looked up at once. An operation takes hardly longer for many than for one."""
+"""The number of batches that are looked up at once. An operation takes hardly longer for many than for one."""
 
 _UPCOMING_PIECES = 1 << 17
-"""Of how many pieces at most, which are 1 MB of indices."""
+"""The greatest number of pieces that are looked up at once: 1 MB of indices."""
 
 Shapes = TypeVar("Shapes", np.ndarray, tf.Tensor)
 

@@ -98,9 +98,8 @@ class RowShares:
 
     def even_count(self, parts: int) -> int | None:
         """The number of rows that each replica has of each (micro-)batch, if it is always the same; else None."""
-        whole = self.drop_remainder or self.size % self.batch_size == 0
         count, rest = divmod(self.batch_size, self.replicas * parts)
-        return count if whole and not rest else None
+        return None if self.remainder or rest else count
 
     def counts(self, replicas: int, parts: int) -> RowCounts:
         """The numbers of rows that each of so many replicas gets of a micro-batch."""
@@ -110,9 +109,7 @@ class RowShares:
 
     def leave_some_without(self, parts: int) -> bool:
         """Whether a batch may have an empty part, if it is cut into so many parts."""
-        remainder = self.size % self.batch_size
-        smallest = remainder if remainder and not self.drop_remainder else self.batch_size
-        return parts > smallest
+        return parts > (self.remainder or self.batch_size)
 
     def _own(self, n: tf.Tensor, parts: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Where the worker's rows begin and end in each micro-batch of a global batch of n rows: int64 [parts] each."""

@@ -107,7 +107,7 @@ class Batches:
         # The outer loop looks up the next batches; the inner loop makes steps while they last.
         def body(step: tf.Tensor, following: Following, state: State) -> tuple[tf.Tensor, Following, State]:
             upcoming, read = following
-            with tf.device("CPU:0"):  # where they are read; a branch's results would be put on a GPU
+            with tf.device("CPU:0"):  # else TensorFlow would put what a branch returns on a GPU
                 upcoming = tf.cond(
                     step + 1 < upcoming.end,
                     lambda: upcoming,
@@ -137,7 +137,7 @@ class Batches:
 
         # The outer loop asks for the next batches; the inner loop makes the steps of those that are held.
         def body(step: tf.Tensor, held: Following, state: State) -> tuple[tf.Tensor, Following, State]:
-            with tf.device("CPU:0"):  # where they are read; a branch's results would be put on a GPU
+            with tf.device("CPU:0"):  # else TensorFlow would put what a branch returns on a GPU
                 # Not after the last step: the next call would ask for the same batches once more.
                 following = tf.cond(
                     more(held.end, state), lambda: source.read_from(self._epoch, held.end, self._parts), lambda: held
