@@ -67,6 +67,34 @@ GOALS = (
 )
 """What the suite is for."""
 
+OBSTACLES = {
+    ("mlp", "Keras fit"): (
+        "Ours takes as long as the best loop by hand. The slower a machine is at arithmetic, the less Keras's own "
+        "share of a step weighs."
+    ),
+    ("mlp", "PyTorch"): (
+        "Ours takes as long as the best loop by hand. TensorFlow hands operations of this size from thread to thread: "
+        "in one thread (`--threads 1`) ours is faster, as the table of the mlp shows."
+    ),
+    ("cnn", "by hand, in graph"): (
+        "The forward and backward pass is a graph of its own, which each step calls. Within the graph of a loop, "
+        "TensorFlow finds oneDNN's gradient of pooling by chance, and a step without it takes twice as long."
+    ),
+    ("cnn", "Keras fit, best steps_per_execution"): (
+        "Most of Keras's step are operations that a step of ours has as well: with nothing between them, it "
+        "could not be 1.5 times as fast."
+    ),
+    ("charlm", "by hand, in graph"): (
+        "In one thread, ours takes as long, in operations and between them. In two, it differs by less than the rounds "
+        "do."
+    ),
+    ("embedding", "by hand, in graph, rows looked up"): (
+        "`Unique` and `ScatterNd` add up the gradients of a row before it is changed. So it has the bits of a dense "
+        "gradient, on any number of replicas. The loop by hand changes a row as often as it is used."
+    ),
+}
+"""Why a goal may be missed, by workload and contender: what the profile shows (`more operations`)."""
+
 
 def spread(values: Iterable[float]) -> tuple[float, float, float]:
     """The median of some values, the least, and the greatest."""
@@ -142,6 +170,19 @@ def goals_table(results: Results) -> str:
     return "\n".join(lines)
 
 
+def obstacles(results: Results) -> list[str]:
+    """Paragraphs: why each goal isn't met that isn't."""
+    lines = []
+    for goal, reached in judged(results):
+        if isinstance(goal, Goal) and reached is not None and reached[0] < goal.at_least:
+            why = OBSTACLES.get((goal.workload, goal.other), "It isn't known yet.")
+            lines.append(f"- {goal.workload}, against {goal.other}: {why}")
+    if not lines:
+        return []
+    return ["What stands in the way of a goal that isn't met; the profile is under [operations](#operations):",
+            "\n".join(lines)]  # fmt: skip
+
+
 def about(entry: Mapping[str, Any]) -> str:
     """When and on what something was measured."""
     has, starts = entry["machine"], entry.get("starts", 1)
@@ -177,7 +218,7 @@ def markdown(results: Results) -> str:
         "and the standard callbacks, unless stated otherwise. CPU time is the median of the rounds, for the contender "
         "and all processes that it has started, including the start of an epoch. Memory is that of the contender's "
         "own process."
-    ), "## Goals", goals_table(results)]  # fmt: skip
+    ), "## Goals", goals_table(results), *obstacles(results)]  # fmt: skip
     for name in [name for name in WORKLOADS if name in results["workloads"]]:
         entry = results["workloads"][name]
         parts += [f"## {name}", f"{WORKLOADS[name].about}. {about(entry)}.", speed_table(entry["contenders"])]
