@@ -132,7 +132,7 @@ MORE = {
         "What differs by less than 1 % of a step is under the other operations. TensorFlow notes only operations that "
         "it takes for expensive; what is between them are the others, and the way from one to the next. The profiler "
         "takes memory of its own between two operations, so that those that fill new memory are slower than without "
-        "it, ours most of all: how long a step takes without the profiler is in the first row.",
+        "it. The first row is without the profiler.",
         operations.measure_operations,
     ),
 }

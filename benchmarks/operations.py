@@ -23,8 +23,8 @@ COMPARED = (
     ("charlm", "by hand, in graph, arrays"),
     ("embedding", "by hand, in graph, rows looked up"),
 )
-"""Which workloads are looked at, and beside whom: those whose goals aren't met. The loops by hand aren't those over a
-`tf.data.Dataset`, which reads in threads of its own; Keras's `fit` does so, too."""
+"""Which workloads are looked at, and beside whom: where a goal is missed, or nearly. The loops by hand read arrays: a
+`tf.data.Dataset` reads in threads of its own, whose time isn't that of a step. Keras's `fit` has no other way."""
 ONE_THREAD = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
 OPERATION = re.compile(r"[^:\s]+:(\w+)")
 """The name of an operation's event: its own name, and its type."""
@@ -33,9 +33,13 @@ LEAST = 0.01
 
 
 class Traced(NamedTuple):
-    """A step: its time without the profiler; under it, its time, and that and the number of operations by type.
+    """The times of a step, in microseconds.
 
-    Times are in microseconds.
+    Attributes:
+        alone: without the profiler.
+        step: under the profiler.
+        times: of its operations, by type.
+        counts: how many operations of a type there are.
     """
 
     alone: float
@@ -134,10 +138,10 @@ def compared(what: str, ours: Traced, other: Traced) -> list[dict[str, str]]:
     return rows
 
 
-def row(compared: str, what: str, ours: float, other: float) -> dict[str, str]:
+def row(beside: str, what: str, ours: float, other: float) -> dict[str, str]:
     """A row of the table; times in microseconds."""
     return {
-        "beside": compared,
+        "beside": beside,
         "µs of one thread": what,
         "ours": f"{ours:,.0f}",
         "the other": f"{other:,.0f}",

@@ -68,13 +68,10 @@ GOALS = (
 """What the suite is for."""
 
 OBSTACLES = {
-    ("mlp", "Keras fit"): (
-        "Ours takes as long as the best loop by hand. The slower a machine is at arithmetic, the less Keras's own "
-        "share of a step weighs."
-    ),
+    ("mlp", "Keras fit"): ("Ours takes as long as the best loop by hand."),
     ("mlp", "PyTorch"): (
-        "Ours takes as long as the best loop by hand. TensorFlow hands operations of this size from thread to thread: "
-        "in one thread (`--threads 1`) ours is faster, as the table of the mlp shows."
+        "Ours takes as long as the best loop by hand. Both are faster in one thread (`--threads 1`), as the table of "
+        "the mlp shows."
     ),
     ("cnn", "by hand, in graph"): (
         "The forward and backward pass is a graph of its own, which each step calls. Within the graph of a loop, "
@@ -85,15 +82,14 @@ OBSTACLES = {
         "could not be 1.5 times as fast."
     ),
     ("charlm", "by hand, in graph"): (
-        "In one thread, ours takes as long, in operations and between them. In two, it differs by less than the rounds "
-        "do."
+        "In one thread, ours takes as long. In two, it differs by less than the rounds do."
     ),
     ("embedding", "by hand, in graph, rows looked up"): (
         "`Unique` and `ScatterNd` add up the gradients of a row before it is changed. So it has the bits of a dense "
         "gradient, on any number of replicas. The loop by hand changes a row as often as it is used."
     ),
 }
-"""Why a goal may be missed, by workload and contender: what the profile shows (`more operations`)."""
+"""Why a goal may be missed, by workload and contender: what its table and the profile (`more operations`) show."""
 
 
 def spread(values: Iterable[float]) -> tuple[float, float, float]:
@@ -171,7 +167,7 @@ def goals_table(results: Results) -> str:
 
 
 def obstacles(results: Results) -> list[str]:
-    """Paragraphs: why each goal isn't met that isn't."""
+    """Paragraphs: what stands in the way of each goal that isn't met."""
     lines = []
     for goal, reached in judged(results):
         if isinstance(goal, Goal) and reached is not None and reached[0] < goal.at_least:

@@ -27,6 +27,9 @@ def test_whoever_is_named_exists():
     for goal in report.GOALS:
         if isinstance(goal, report.Goal):
             assert {goal.ours, goal.other} <= set(named[goal.workload]), goal
+    assert set(report.OBSTACLES) <= {
+        (goal.workload, goal.other) for goal in report.GOALS if isinstance(goal, report.Goal)
+    }
     for contender in CONTENDERS.values():
         assert (ROOT / "benchmarks" / "contenders" / f"{contender.module}.py").exists()
         assert contender.peer in ("", *PEERS)
