@@ -25,16 +25,18 @@ from callbacks.run_record.redaction import mask
 from callbacks.throughput_probe import ThroughputProbe
 from callbacks.types import JsonObject
 from loop.commands import command_line, terminal, trial
-from loop.launch import signals
+from loop.launch import machine, signals
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-TUNED = ("compile", "steps-per-call", "prefetch", "threads", "batch-size")
+TUNED = ("backend", "compile", "steps-per-call", "prefetch", "threads", "batch-size")
 """The settings that can be tried, in this order: each together with the best of those before it."""
 # A trial trains until the probe has measured it, and does nothing else that takes time.
 _ALWAYS = ["--track=off", "--keep=last", "--eval-every=never", "--resume=auto", f"--steps={trial.ENDLESS}"]
 
+_OF_A_MACHINE = ("horovod", "multiworker", "mirrored")
+"""The synchronous backends of several replicas on one machine."""
 _GAIN = 1.02
 """A setting that gains less than this ratio isn't worth a change."""
 _CLOSE = 0.9
@@ -246,9 +248,9 @@ class _Tuner:
 
 def _settings(about: JsonObject) -> dict[str, object]:
     """The settings of the run without changes, by the names of options. Threads aren't an option of `fit`."""
-    settings = {}
+    settings = {"backend": about["backend"]}  # the option may be `auto`
     for name in TUNED:
-        if name != "threads":
+        if name not in ("backend", "threads"):
             settings[name] = about["options"][name.replace("-", "_")]
     return settings
 
@@ -256,7 +258,11 @@ def _settings(about: JsonObject) -> dict[str, object]:
 def _others(now: Mapping[str, object], about: JsonObject) -> dict[str, list[object]]:
     """The values to try of each setting beside its own, by the name of the option; without the batch size."""
     cpus = about["machine"]["cpus"]
-    settings: dict[str, list[object]] = {"compile": ["graph", "xla"], "steps-per-call": [1, "auto"]}
+    settings: dict[str, list[object]] = {}
+    if about["workers"] > 1:
+        # Which one is the fastest depends on the machine and on the size of the gradients. The numbers are the same.
+        settings["backend"] = ["multiworker", "mirrored"] if machine.horovod_missing() else list(_OF_A_MACHINE)
+    settings |= {"compile": ["graph", "xla"], "steps-per-call": [1, "auto"]}
     if about["stream"]:  # the only data that `prefetch` means something to
         settings["prefetch"] = [1, 2, 8, "auto"]
     settings["threads"] = sorted({1, max(1, cpus // 2), cpus, max(1, cpus // about["workers"])})
@@ -309,9 +315,8 @@ def as_json(report: Report) -> dict[str, object]:
 
 def command(path: Path, report: Report) -> str:
     """The command that trains with the settings in a file."""
-    words = report.arguments
-    if "batch-size" in report.settings:  # what is typed would win over the file
-        words = [word for word in words if not word.startswith("--batch-size=")]
+    # Without the options that are in the file: what is typed would win over it.
+    words = [word for word in report.arguments if word.partition("=")[0].removeprefix("--") not in report.settings]
     return mask(shlex.join(["tfloop", "train", *words, f"--config={path}"]))
 
 
@@ -323,10 +328,11 @@ def write(path: Path, report: Report) -> None:
     if report.best.changes:
         speeds = f"{report.best.speed:,.0f} examples/s instead of {default.speed:,.0f}"
         gain = f"{report.best.against:.2f} times as fast as it was: {speeds}"
-    machine = f"{about['machine']['cpus']} CPUs, {about['backend']}, {plural(about['replicas'], 'replica')}"
+    backend = report.best.changes.get("backend", about["backend"])
+    measured_on = f"{about['machine']['cpus']} CPUs, {backend}, {plural(about['replicas'], 'replica')}"
     comments = [
         f"tfloop tune {' '.join(report.arguments)}",
-        f"{time.strftime('%Y-%m-%d')}, {machine}, TensorFlow {about['versions']['tensorflow']}",
+        f"{time.strftime('%Y-%m-%d')}, {measured_on}, TensorFlow {about['versions']['tensorflow']}",
         gain,
     ]
     if "batch-size" in report.best.changes:

@@ -27,15 +27,15 @@ ABOUT = {
 class Planned(_Tuner):
     """Its trials have the outcomes that a function says: examples per second and memory, or a reason."""
 
-    def __init__(self, outcome, rounds=3, examples=None):
+    def __init__(self, outcome, rounds=3, examples=None, about=ABOUT):
         super().__init__(["digits", "--set=hidden=1"], 1.0, rounds, None, None)
-        self._outcome, self._code, self._examples = outcome, 1, examples
+        self._outcome, self._code, self._examples, self._made_by = outcome, 1, examples, about
         self.trials = []
 
     def _measure(self, row):
         self.trials.append(str(row))
         found = self._outcome(row.changes)
-        self._about = ABOUT
+        self._about = self._made_by
         if isinstance(found, str):
             row.problem = found
         else:
@@ -60,12 +60,53 @@ def test_what_is_faster_beyond_the_noise_is_taken():
         return speed, 10**9
 
     tuner = Planned(outcome)
-    found = tuner.tune(tune.TUNED[:4], False)
+    found = tuner.tune(tune.TUNED[:5], False)
     assert found.best.changes == {"compile": "xla", "threads": 4}
     assert found.best.against == pytest.approx(1.3 * 1.2, rel=0.03)
     assert found.settings == {"compile": "xla", "steps-per-call": "auto", "prefetch": 2, "threads": 4}
     assert tuner.trials.count("compile xla, threads 1") == 1  # that it's slow is seen at once
     assert tuner.trials.count("compile xla, threads 4") == 6
+
+
+@pytest.mark.parametrize(("missing", "first"), [(None, "horovod"), ("Horovod isn't installed", "multiworker")])
+def test_backends_of_a_machine_are_tried_where_several_workers_are_asked_for(missing, first, monkeypatch, tmp_path):
+    monkeypatch.setattr(tune.machine, "horovod_missing", lambda: missing)
+    speeds = {"multiworker": 1500, "mirrored": 2000}
+
+    def outcome(changes):
+        return speeds.get(changes.get("backend"), 1000), 10**9
+
+    of_two = ABOUT | {"workers": 2, "replicas": 2, "backend": first}
+    tuner = Planned(outcome, 1, about=of_two)
+    found = tuner.tune(["backend", "threads"], False)
+    others = [f"backend {name}" for name in ("multiworker", "mirrored") if name != first]
+    assert tuner.trials[: 1 + len(others)] == ["as it is", *others]
+    assert tuner.trials[1 + len(others)].startswith("backend mirrored, threads ")  # each with the best of those before
+    assert found.settings["backend"] == "mirrored"
+    tune.write(tmp_path / "tune.toml", found)
+    assert ", 8 CPUs, mirrored, 2 replicas, " in (tmp_path / "tune.toml").read_text()
+    # One process keeps its backend.
+    assert "backend" not in Planned(outcome, 1).tune(["backend"], False).settings
+
+
+@pytest.mark.parametrize(
+    ("typed", "tried"),
+    [
+        ([], True), (["--backend", "horovod"], False), (["--config", "own.toml"], False),
+        (["--backend", "horovod", "--only", "backend"], True),
+    ],
+)  # fmt: skip
+def test_a_backend_that_is_asked_for_is_kept(typed, tried, command, tmp_path, monkeypatch):
+    (tmp_path / "own.toml").write_text('backend = "multiworker"\n')
+    asked = []
+
+    def noted(arguments, only, *rest):
+        asked.append(only)
+        raise UsageError("enough")
+
+    monkeypatch.setattr(tune, "tune", noted)
+    assert command("tune", "digits", "--workers", 2, *typed)[0] == 2
+    assert ["backend" in only for only in asked] == [tried]
 
 
 @pytest.mark.parametrize("rounds", [1, 3])

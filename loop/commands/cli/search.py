@@ -53,15 +53,19 @@ def tune(
             raise UsageError(f"--only {name}: nothing of that name can be tried{nearest(name, tune_.TUNED)}")
     _check_tune_file(out, force)  # now, and not after minutes of trials
     _refuse_in_job("tune starts its workers itself: call it once, with --workers")
-    config.arguments(config_, train_options(), ())  # checked here, and read again by each trial
+    in_files = config.arguments(config_, train_options(), ())  # checked here, and read again by each trial
     task_loader.check(target_)
     choose_for_command(backend or "auto", workers)
+    if not only:
+        # A backend that the user has asked for is kept.
+        is_asked = backend is not None or any(word.startswith("--backend=") for word in in_files)
+        only = [name for name in tune_.TUNED if not (is_asked and name == "backend")]
     given = {"batch_size": batch_size, "backend": backend, "workers": workers}
     arguments = command_line.arguments(given, set_, config_)
     # A guess, for the bar: how many values are tried depends on the machine and on what is found.
-    stages = len(tune_.TUNED) * rounds * 2
+    stages = len(only) * rounds * 2
     with stopped_clean("nothing is written, and nothing is left behind"), shown_stages(stages) as progress:
-        report = tune_.tune([target_, *arguments], only or tune_.TUNED, seconds, rounds, tune_batch_size, progress)
+        report = tune_.tune([target_, *arguments], only, seconds, rounds, tune_batch_size, progress)
     tune_.write(out, report)
     lines = [*tune_.lines(report), f"\nwrote {out}: {tune_.command(out, report)}"]
     show(tune_.as_json(report) | {"file": str(out)}, lines, as_json)
