@@ -10,7 +10,7 @@ import tensorflow as tf
 import tf_keras
 
 from callbacks import Callback, EarlyStopping
-from loop import ArrayData, TrainTask, UsageError, fit
+from loop import ArrayData, TrainTask, UsageError, backends, fit
 
 INPUTS = np.random.default_rng(0).normal(size=(40, 8)).astype("float32")
 LABELS = (INPUTS[:, 0] > 0).astype("int64")
@@ -325,3 +325,33 @@ def test_a_frozen_layer_that_a_module_trains_is_named(quiet):
         warnings.filterwarnings("error", ".*trainable=False")
         fit(WithBody(tf_keras, False), callbacks=quiet())
         fit(WithBody(keras, True), callbacks=quiet())
+
+
+class Counting(Texts):
+    """Counts how often the first class was seen, in a variable of which it changes one element."""
+
+    by_row = True
+
+    def build_model(self):
+        module = super().build_model()
+        module.names = tf.Variable(tf.zeros([2]), trainable=False, name="seen")
+        return module
+
+    def compute(self, model, batch, training):
+        if self.by_row:
+            model.names.scatter_nd_add([[0]], [1.0])
+        else:
+            model.names.assign(tf.tensor_scatter_nd_add(model.names, [[0]], [1.0]))
+        return super().compute(model, batch, training)
+
+
+class CountingAsTold(Counting):
+    by_row = False
+
+
+def test_rows_of_a_variable_can_be_changed_on_replicas_as_the_message_says(quiet):
+    backend = backends.create("mirrored", 2)
+    with pytest.raises(UsageError, match=r"v\.assign\(tf\.tensor_scatter_nd_add\(v, .*test_mistakes\.py, line \d+, in "):
+        fit(Counting(), backend=backend, callbacks=quiet())
+    result = fit(CountingAsTold(), backend=backend, epochs=1, batch_size=20, callbacks=quiet())
+    np.testing.assert_array_equal(result.model.names.numpy(), [2.0, 0.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -54,6 +55,11 @@ MISTAKES = (
         "compute() makes a layer or a variable, which would be another one in each step: make it in build_model(), and "
         "call it in compute()",
     ),
+    Mistake(
+        re.compile(r"no scatter_nd_(\w+)"),
+        "compute() changes rows of a variable, and variables of this backend have no scatter_nd_{0}(): assign the whole "
+        "value, as by v.assign(tf.tensor_scatter_nd_{0}(v, indices, updates))",
+    ),
 )
 """Tried in this order."""
 
@@ -77,6 +83,8 @@ def explained(error: BaseException) -> UsageError | None:
     if not isinstance(error, ERRORS) or isinstance(error, UsageError):
         return None
     message = message_of(error)
+    if isinstance(error, NotImplementedError) and not error.args:  # by a class that lacks the method
+        message = f"no {traceback.extract_tb(error.__traceback__)[-1].name}"
     for mistake in MISTAKES:
         match = mistake.pattern.search(message)
         if match is None:
