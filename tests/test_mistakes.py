@@ -351,7 +351,9 @@ class CountingAsTold(Counting):
 
 def test_rows_of_a_variable_can_be_changed_on_replicas_as_the_message_says(quiet):
     backend = backends.create("mirrored", 2)
-    with pytest.raises(UsageError, match=r"v\.assign\(tf\.tensor_scatter_nd_add\(v, .*test_mistakes\.py, line \d+, in "):
+    with pytest.raises(
+        UsageError, match=r"v\.assign\(tf\.tensor_scatter_nd_add\(v, .*test_mistakes\.py, line \d+, in "
+    ):
         fit(Counting(), backend=backend, callbacks=quiet())
     result = fit(CountingAsTold(), backend=backend, epochs=1, batch_size=20, callbacks=quiet())
     np.testing.assert_array_equal(result.model.names.numpy(), [2.0, 0.0])

@@ -57,8 +57,8 @@ MISTAKES = (
     ),
     Mistake(
         re.compile(r"no scatter_nd_(\w+)"),
-        "compute() changes rows of a variable, and variables of this backend have no scatter_nd_{0}(): assign the whole "
-        "value, as by v.assign(tf.tensor_scatter_nd_{0}(v, indices, updates))",
+        "compute() changes rows of a variable, and variables of this backend have no scatter_nd_{0}(): assign the "
+        "whole value, as by v.assign(tf.tensor_scatter_nd_{0}(v, indices, updates))",
     ),
 )
 """Tried in this order."""

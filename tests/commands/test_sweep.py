@@ -316,6 +316,10 @@ def test_a_sweep_goes_on_by_its_directory(command, trial):
         code, _, err = command(words[0], directory, *words[1:])
         assert code == 2
         assert re.fullmatch(r"tfloop: error: \S+ is a sweep: give a trial of it, such as \S+/trial-00\d\n", err), err
+    shutil.rmtree(directory / best.rpartition("/")[2])
+    code, out, err = command("sweep", directory, "--trials=3")
+    assert code == 0, err
+    assert re.match(r"best: trial \d, eval_loss \S+, \S+/trial-00\d is gone; to train it again:\ntfloop train ", out)
     (directory / "study.db").write_text("no database")
     code, _, err = command("sweep", directory)
     assert code == 2

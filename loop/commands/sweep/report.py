@@ -61,7 +61,10 @@ class Report:
         if (best := self.best) is None:
             yield "no trial has come to its end" if self.stopped else "no trial has come to an end that counts"
             return
-        yield f"best: trial {best.number}, {self.plan.metric} {best.value:.6g}, in {shown_path(Path(best.run_dir))}"
+        where = f"in {shown_path(Path(best.run_dir))}"
+        if not Path(best.run_dir).exists():  # it was removed; the database still has its result
+            where = f"{shown_path(Path(best.run_dir))} is gone; to train it again:"
+        yield f"best: trial {best.number}, {self.plan.metric} {best.value:.6g}, {where}"
         # Masked: the plan's own arguments may hold secrets that were typed.
         yield mask(shlex.join(self.command(best)))
 
