@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
 
 import keras
@@ -24,7 +25,7 @@ from loop.launch.backend_choice import choose_backend
 from loop.options import with_defaults
 from loop.step import approximations
 from tests import conformance
-from tests.conftest import ROOT, tfloop
+from tests.conftest import ROOT, needs_horovod, tfloop
 from tests.exactness import CASES, SETTINGS, by_hand, largest_difference, trained, weights_of
 from tests.tasks import Conv, Legacy, Plain, Streamed
 from tests.test_cli import command  # noqa: F401
@@ -395,3 +396,33 @@ def test_a_plugin_may_override_the_former_names_of_two_methods():
 
     assert Former().is_recoverable(KeyError())
     assert not Former().is_recoverable(ValueError())
+
+
+@needs_horovod
+def test_threads_that_horovod_starts_wait_for_cores_unless_the_user_has_chosen():
+    from loop.backends import horovod
+
+    end = threading.Event()
+
+    def started(policy=None):
+        ready = threading.Event()
+
+        def wait():
+            if policy is not None:
+                os.sched_setscheduler(0, policy, os.sched_param(0))
+            ready.set()
+            end.wait()
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        ready.wait()
+        return thread.native_id
+
+    try:
+        before = started()
+        with horovod._waiting_for_cores():
+            threads = [started(), started(os.SCHED_IDLE)]
+        policies = [os.sched_getscheduler(thread) for thread in (before, *threads)]
+        assert policies == [os.SCHED_OTHER, os.SCHED_BATCH, os.SCHED_IDLE]
+    finally:
+        end.set()

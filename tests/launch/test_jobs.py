@@ -282,11 +282,25 @@ def test_sigterm_saves_and_exits_75(engine, task):
     assert (task / "run" / "checkpoints" / f"step-{result['steps']:08d}" / "manifest.json").exists()
 
 
+MINE = """
+import json, os
+from pathlib import Path
+from examples.digits import Digits
+
+class Mine(Digits):
+    def train_data(self):
+        others = [os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")]
+        Path(f"policies-{os.environ['HOROVOD_RANK']}").write_text(json.dumps([os.sched_getscheduler(0), others]))
+        return super().train_data()
+"""
+
+
 @needs_horovod
 def test_horovodrun_is_joined(tmp_path, monkeypatch):
     monkeypatch.delenv("HOROVOD_CYCLE_TIME")  # as users have it: ours is the default of `loop.backends.horovod`
     horovodrun = Path(sys.executable).parent / "horovodrun"
-    command = ["train", "digits", "--steps", "5", "--track", "off", "--json", "--workers", "2"]
+    (tmp_path / "mine.py").write_text(MINE)
+    command = ["train", "mine.py:Mine", "--steps", "5", "--track", "off", "--json", "--workers", "2"]
     done = subprocess.run(
         [horovodrun, "-np", "2", *TFLOOP, *command], capture_output=True, text=True, timeout=240, cwd=tmp_path
     )
@@ -294,6 +308,10 @@ def test_horovodrun_is_joined(tmp_path, monkeypatch):
     [line] = [line for line in done.stdout.splitlines() if "weights_sha256" in line]
     result = json.loads(line.split("<stdout>:")[1])
     assert (result["backend"], result["replicas"], result["steps"]) == ("horovod", 2, 5)
+    for rank in range(2):
+        main, others = json.loads((tmp_path / f"policies-{rank}").read_text())
+        assert main == os.SCHED_OTHER
+        assert os.SCHED_BATCH in others  # those that Horovod has started
 
 
 def test_tf_config_is_joined(tmp_path):
