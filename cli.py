@@ -87,6 +87,14 @@ help_.add(app, help_.TUNE, {"find-lr": find_lr, "tune": tune, "memory": memory, 
 help_.add(app, help_.USE, {"evaluate": evaluate, "predict": predict, "export": export})
 
 
+def tell_if_closed() -> None:
+    """Says that a result has no stdout to go to, and writes what stderr still holds."""
+    with contextlib.suppress(OSError):  # a terminal that is gone
+        if 1 in CLOSED and "--json" in sys.argv:
+            print("note: stdout is closed: the result isn't shown", file=sys.stderr)
+        sys.stderr.flush()
+
+
 def main() -> None:
     """Runs the command; a wrong input is one line and exit code 2."""
     guard_streams()
@@ -101,16 +109,16 @@ def main() -> None:
             code = typer.main.get_command(app).main(prog_name="tfloop", standalone_mode=False) or 0
     except KeyboardInterrupt:
         code = INTERRUPTED
-    except Exception as error:
+    except SystemExit:
+        raise
+    # Not `Exception` alone: Python's own traceback, as of an `asyncio.CancelledError`, would show secrets.
+    except BaseException as error:
         code = command_line.report_error(error)
     # typer makes 130 of each KeyboardInterrupt. The shell's convention is 128 and the signal.
     if code == INTERRUPTED and heard not in ([], [signal.SIGINT]):
         code = 128 + heard[0]
         tell(f"stopped by {signal.Signals(heard[0]).name}")
-    with contextlib.suppress(OSError):  # a terminal that is gone
-        if 1 in CLOSED and "--json" in sys.argv:
-            print("note: stdout is closed: the result isn't shown", file=sys.stderr)
-        sys.stderr.flush()
+    tell_if_closed()
     # Output that could not be written, such as to a full disk, is a failure of the command.
     sys.exit(code if command_line.flushed() else code or FAILED)
 

@@ -143,7 +143,7 @@ def callback_option(kind: type[Callback], argument: object = None) -> str:
     return f"--callback=@{kind.__module__}:{kind.__qualname__}{value}"
 
 
-def report_error(error: Exception) -> int:
+def report_error(error: BaseException) -> int:
     """Says on stderr why a command failed, and returns its exit code."""
     # Errors that tfloop expects: their text says what to do.
     if isinstance(error, UsageError | TrainingError | FileError):
@@ -177,14 +177,14 @@ def _say_once(text: str) -> None:
         say(text)
 
 
-def _in_a_line(error: Exception) -> str:
+def _in_a_line(error: BaseException) -> str:
     """An error that no code of tfloop has expected: by the file that it names, if it comes from none of the user's."""
     if isinstance(error, OSError) and error.filename is not None and not explain.place(error):
         return f"{error.filename}: {os.strerror(error.errno or 0)}"
     return explain.in_a_line(error)
 
 
-def _traceback(error: Exception) -> str:
+def _traceback(error: BaseException) -> str:
     """The traceback of an error from the command on: what led to the command says nothing."""
     first = step = error.__traceback__
     while step is not None:

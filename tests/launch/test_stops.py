@@ -209,6 +209,18 @@ def test_sys_exit_in_a_task_is_no_success(place, command):  # noqa: F811
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("kind", ["asyncio.CancelledError", "GeneratorExit", "BaseException"])
+def test_an_error_that_is_no_exception_is_one_line_without_secrets(kind, command):  # noqa: F811
+    raises = f"import asyncio\nraise {kind}('db_password=Hunter2Hunter2')\n"
+    Path("mine.py").write_text(raises + Path("mine.py").read_text())
+    code, out, err = command("train", "mine.py:Mine", "--track", "off", "--backend", "single")
+    assert (code, out) == (1, "")
+    error = kind.rpartition(".")[2]
+    assert err.splitlines()[-1].startswith(f"tfloop: error: {error}: db_password=*** (mine.py, line 2, in <module>; ")
+    assert "Hunter2Hunter2" not in err
+    assert "Traceback" not in err
+
+
 # Processes
 
 EXITS = '''
