@@ -10,6 +10,8 @@ import copy
 import dataclasses
 import itertools
 import uuid
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,8 @@ from loop.target.fields import plain
 from loop.task import TrainTask, check_is_task, hyperparameters
 
 _SAMPLED = 64  # of indexed data, how many examples are compared to find out whether it is the same data
+# What damaged files of NumPy raise. `RuntimeError`: an encrypted file, or one with an unknown compression.
+_UNREADABLE = (OSError, ValueError, EOFError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error)
 _FORMAT = 1  # of the parts on disk: those of another format belong to another prediction
 
 
@@ -176,15 +180,20 @@ def _inputs(data: Any) -> Any:
     try:
         if path.suffix != ".npz":
             return IndexedData(str(path))
-        with np.load(path, allow_pickle=False) as arrays:  # pickle could run code that the file brings
-            return ArrayData(dict(arrays))
+        with path.open("rb") as file:
+            # `np.load` would take the file for a pickle, and advise to load it unsafely.
+            if not zipfile.is_zipfile(file):
+                raise ValueError("it isn't a zip file, or not a whole one")
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as arrays:  # pickle could run code that the file brings
+                return ArrayData(dict(arrays))
     except UsageError as error:
         # Such an error names the class of the data, which isn't what the user has given.
         message = str(error)
         for kind in (f"IndexedData({str(path)!r}): ", "IndexedData: ", "ArrayData: "):
             message = message.removeprefix(kind)
         raise UsageError(f"DATA {path}: {message}") from None
-    except (OSError, ValueError) as error:
+    except _UNREADABLE as error:
         raise UsageError(
             f"DATA {path}: it can't be read as .npz ({message_of(error)}): write it with np.savez"
         ) from None

@@ -344,7 +344,17 @@ def test_data_that_is_not_there_is_refused(run_of, tmp_path):
     np.save("scalar.npy", 3.0)
     np.savez("scalar.npz", it=3.0)
     (tmp_path / "text.npy").write_text("no array")
+    np.savez("whole.npz", it=np.zeros([5, 5], "float32"))
+    whole = (tmp_path / "whole.npz").read_bytes()
+    (tmp_path / "damaged.npz").write_bytes(whole.replace(bytes(100), b"\1" * 100))
+    (tmp_path / "cut.npz").write_bytes(whole[:200])
+    (tmp_path / "empty.npz").touch()
+    shutil.copy("scalar.npy", "one.npz")
     for data, message in (
+        ("damaged.npz", "^DATA damaged.npz: it can't be read as .npz \\(Bad CRC-32"),
+        ("cut.npz", "^DATA cut.npz: it can't be read as .npz \\(it isn't a zip file"),
+        ("empty.npz", "^DATA empty.npz: it can't be read as .npz \\(it isn't a zip file"),
+        ("one.npz", "^DATA one.npz: it can't be read as .npz \\(it isn't a zip file"),
         ("test", "Unweighted.test_data\\(\\) returned None, or isn't defined"),
         (np.zeros([0, 5]), "has no examples"),
         ("there.npy", "DATA 'there.npy': there is no such file"),

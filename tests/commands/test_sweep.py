@@ -21,7 +21,7 @@ from loop import UsageError, backends, fit
 from loop.commands import sweep
 from loop.commands.cli.training import train_options
 from loop.commands.find_lr import find_lr, lines
-from loop.commands.sweep import Plan, Range, trials
+from loop.commands.sweep import Plan, Range, directory, trials
 from loop.options import with_defaults
 from tests.campaigns.sweep import Life, check
 from tests.conftest import ROOT
@@ -268,6 +268,13 @@ def test_bad_input_is_one_line_before_anything_starts(command, arguments, messag
     assert (code, out) == (2, "")
     assert re.fullmatch(rf"tfloop: error: .*{message}.*\n", err), err
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("content", ["text", [1], 3, True])
+def test_the_directory_of_a_stranger_is_no_sweep(content, tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"task": "T", "sweep": content}))
+    with pytest.raises(UsageError, match=r"it holds run\.json, and no sweep: give a new directory"):
+        directory.begin(tmp_path, {"sweep": {"target": "t.py:T"}})
 
 
 def test_a_sweep_that_is_stopped_before_a_trial_may_be_started_again(command, monkeypatch):

@@ -39,9 +39,9 @@ def begin(directory: Path, about: Mapping[str, Any]) -> None:
             file.write(b"\n")
 
 
-def _check_same(directory: Path, before: Mapping[str, object] | None, now: Mapping[str, object]) -> None:
+def _check_same(directory: Path, before: object, now: Mapping[str, object]) -> None:
     """Refuses a directory that holds another sweep, or anything else."""
-    if before is None:
+    if not isinstance(before, dict):
         # The lock is this process's own. A sweep that was killed at its start may have left the other file.
         others = [path.name for path in directory.iterdir() if path.name not in (LOCK, "run.json.tmp")]
         if others:
