@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from callbacks.mlflow.description import best_values
-from callbacks.mlflow.points import Point, key, points
+from callbacks.mlflow.points import Point, key, points, utf8
 from callbacks.run_record import journal
 from callbacks.run_record.record import Checkpoint, Record
 from callbacks.run_record.redaction import mask
@@ -74,7 +74,7 @@ def _create(
 
     bests = [metric for metric, (step, _) in best_values(of).items() if step == saved.step]
     tags = {
-        CHECKPOINT: mask(f"{of.path}/checkpoints/{saved.name}"),
+        CHECKPOINT: utf8(mask(f"{of.path}/checkpoints/{saved.name}")),
         "tfloop.step": str(saved.step),
         "tfloop.saved_for": saved.reason,
         "tfloop.best": " ".join(bests),

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import sqlite3
 from dataclasses import dataclass
@@ -105,6 +106,14 @@ def test_a_run_is_named_described_and_has_a_model_for_each_kept_checkpoint(datab
 class Fails(callbacks.Callback):
     def on_epoch_end(self, run, metrics):
         raise RuntimeError("lost *the* way to https://user:hunter22@host/")
+
+
+def test_a_path_whose_bytes_are_not_utf_8_has_its_models(database, tmp_path, capsys):
+    uri = f"sqlite:///{database}"
+    train(tmp_path / os.fsdecode(b"run-\xff"), uri, 1)
+    assert "warning" not in capsys.readouterr().err
+    [model] = models(mlflow.MlflowClient(uri), only_run(uri, "own")).values()
+    assert model.tags["tfloop.checkpoint"] == rf"{tmp_path}/run-\udcff/checkpoints/{model.name}"
 
 
 def test_a_failed_run_says_why_and_no_secret(database, tmp_path):
