@@ -1,5 +1,6 @@
 """The command line: what is typed wrong is one line and exit code 2; what is typed right does what it says."""
 
+import errno
 import json
 import os
 import re
@@ -7,11 +8,13 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from callbacks.run_record.redaction import as_typed, mask
+from loop.commands.command_line import written_out
 from tests.conftest import ROOT, TFLOOP, tfloop
 
 TASK = """
@@ -110,6 +113,23 @@ def test_stderr_that_takes_nothing_changes_no_exit_code():
         assert subprocess.run([sys.executable, "-c", print_a_line], stderr=full, cwd=ROOT, timeout=240).returncode == 0
         show_a_stage = "from loop.commands.cli.output import shown_stages as s\nwith s(1) as show: show('a stage')"
         assert subprocess.run([sys.executable, "-c", show_a_stage], stderr=full, cwd=ROOT, timeout=240).returncode == 0
+
+
+def test_a_full_disk_is_told_as_such_and_not_as_a_wrong_name(command, tmp_path, monkeypatch):
+    run = {"task": "T", "status": "finished", "hyperparameters": {}}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(json.dumps(run))
+
+    def fail(partial, path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "replace", fail)
+    code, out, err = command("report", tmp_path / "run", "--out", "page.html")
+    assert (code, out) == (1, "")
+    assert "page.html can't be written (No space left on device): make room there, and start the same" in err
+    with pytest.raises(OSError, match="No space left"), written_out(tmp_path / "rates.json"):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "mine.py"}
 
 
 BEFORE_TENSORFLOW = [

@@ -130,6 +130,8 @@ def written_out(path: Path) -> Iterator[IO[bytes]]:
         with replacing(path, aside=hidden_name(path)) as file:
             yield file
     except OSError as error:
+        if error.errno in FULL:  # the name isn't wrong: `report_error` says what to do
+            raise
         raise UsageError(f"--out {path}: {error.strerror}") from None
 
 

@@ -144,6 +144,8 @@ def report(names: listing.ReportNames, out: listing.ReportOut = None, root: type
         records = [runs.reader(path).read() for path in paths]
         files.write_text(out, runs.page_of(records))
     except OSError as error:
+        if error.errno in files.FULL:  # another name doesn't help: `report_error` says what does
+            raise
         raise UsageError(f"{shown} can't be written ({error.strerror}): give another name") from None
     tell(f"wrote {shown}")
 
