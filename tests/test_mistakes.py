@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -11,6 +12,7 @@ import tf_keras
 
 from callbacks import Callback, EarlyStopping
 from loop import ArrayData, TrainTask, UsageError, backends, fit
+from tests.tasks import Plain
 
 INPUTS = np.random.default_rng(0).normal(size=(40, 8)).astype("float32")
 LABELS = (INPUTS[:, 0] > 0).astype("int64")
@@ -176,6 +178,12 @@ def test_a_first_mistake_is_one_line_with_the_fix_and_no_step_is_made(name, quie
     with pytest.raises(UsageError, match=re.escape(fix)) as refused:
         fit(task, callbacks=quiet())
     assert "\n" not in str(refused.value)
+
+
+def test_a_program_for_tensorflow_1_is_told_what_to_leave_out(quiet):
+    with tf.Graph().as_default(), pytest.raises(UsageError, match="eager execution is off: leave out"):
+        fit(Plain(), epochs=1, callbacks=quiet(), run_dir="run")
+    assert not Path("run").exists()
 
 
 def test_the_line_of_the_user_stands_in_the_message(quiet):

@@ -74,7 +74,7 @@ def create(
 
     Raises:
         UsageError: there is no such backend, no such device, no `TF_CONFIG` for a backend that needs it, or the backend
-            can't communicate in that way.
+            can't communicate in that way, or eager execution is off.
     """
     # A script has no other beginning than this: it is a worker here, or one that a worker has started.
     forget_inherited_job()
@@ -82,6 +82,7 @@ def create(
     # Checks first: they need no other worker.
     check_communication(name, communication)
     check_place(name, os.environ)
+    devices_.check_is_eager()
     devices_.own_several(name, devices_per_replica)
     devices_.check_several()
     fault_injection.reached("start", job_rank())

@@ -151,6 +151,19 @@ def own_several(backend: str, per_replica: int | None) -> None:
         raise UsageError(f"devices_per_replica={count}: this replica has {len(gpus)} GPU(s)")
 
 
+def check_is_eager() -> None:
+    """Refuses a program for TensorFlow 1, in which tensors have no values.
+
+    Raises:
+        UsageError: eager execution is off, or a graph is being made.
+    """
+    if not tf.executing_eagerly():
+        raise UsageError(
+            "eager execution is off: leave out tf.compat.v1.disable_eager_execution() and disable_v2_behavior(), and "
+            "train outside of tf.Graph().as_default() and tf.function; tfloop compiles the steps by itself"
+        )
+
+
 def check_several() -> None:
     """Refuses devices of a replica that aren't there; starts TensorFlow.
 
