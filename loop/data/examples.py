@@ -82,14 +82,16 @@ class ExampleReader:
         """
         try:
             examples = self.unmapped(ids)
-        except (Exception, SystemExit):
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
             return self.attempts(ids, seeds)
         if self._map is None:
             return examples
         for row, example in enumerate(examples):
             try:
                 examples[row] = self.mapped(example, seeds[row])
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
                 examples[row] = _failure(error)
         return examples
 
@@ -102,15 +104,22 @@ class ExampleReader:
         try:
             [example] = self.unmapped(ids)
             return example if self._map is None else self.mapped(example, seed)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             return _failure(error)
 
 
-def _failure(error: Exception | SystemExit) -> Exception:
-    """The error of an example that can't be read; an exit, which would end a thread or a process, is one, too."""
+def _failure(error: BaseException) -> Exception:
+    """The error of an example that can't be read.
+
+    What would end a thread or a process is one, too: an exit, a panic of a library in Rust, a cancelled task of
+    asyncio. `KeyboardInterrupt` isn't about an example, and is raised again.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        raise error
     if isinstance(error, Exception):
         return error
-    return RuntimeError(f"sys.exit({error.code!r})").with_traceback(error.__traceback__)
+    text = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else named(error)
+    return RuntimeError(text).with_traceback(error.__traceback__)
 
 
 class MixedReader:

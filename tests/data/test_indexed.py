@@ -1794,18 +1794,40 @@ def test_a_named_tuple_of_sources_stays_one(inputs):
     made.close()
 
 
-def _exit_at_17(index):
-    return sys.exit(3) if index == 17 else index
+class Panic(BaseException):
+    """As of a library in Rust: its class isn't one of `Exception`."""
+
+
+def _failing_at_17(failure):
+    def read(index):
+        if index == 17:
+            raise failure
+        return index
+
+    return read
 
 
 @pytest.mark.parametrize("in_source", [False, True])
-def test_an_exit_of_the_users_code_is_an_error_of_the_example(in_source):
-    class Exiting(Items):
-        def __getitem__(self, index):
-            return _exit_at_17(index)
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [(SystemExit(3), r"sys.exit\(3\)"), (Panic("no buffer"), "Panic: no buffer")],
+    ids=["exit", "panic"],
+)
+def test_what_would_end_a_thread_is_an_error_of_the_example(failure, said, in_source):
+    read = _failing_at_17(failure)
 
-    data = loop.IndexedData(Exiting()) if in_source else loop.IndexedData(np.arange(48), map=_exit_at_17)
+    class Failing(Items):
+        def __getitem__(self, index):
+            return read(index)
+
+    data = loop.IndexedData(Failing()) if in_source else loop.IndexedData(np.arange(48), map=read)
     made = source(data, BatchOptions(8), "train_data()")
-    with pytest.raises(TrainingError, match=r"^example 17 can't be read: RuntimeError: sys.exit\(3\)$"):
+    with pytest.raises(TrainingError, match=f"^example 17 can't be read: RuntimeError: {said}$"):
         made.read_batch((), tf.constant(0, tf.int64), tf.constant(2, tf.int64))
     made.close()
+
+
+def test_an_interrupt_is_no_error_of_an_example():
+    data = loop.IndexedData(np.arange(48), map=_failing_at_17(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        data.reader.read(np.array([17]), np.zeros([1, 2], np.int64))
