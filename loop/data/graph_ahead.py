@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -12,7 +13,16 @@ import tensorflow as tf
 from loop.data.batch import EVALUATION_EPOCH
 from loop.data.batch_layout import BatchLayout, tensor_dtype
 from loop.data.example_parts import structure_of
-from loop.data.examples import BadExampleError, ExampleReader, example_seeds, named_parts, names_of, specs_of, stacked
+from loop.data.examples import (
+    ArraySpec,
+    BadExampleError,
+    ExampleReader,
+    example_seeds,
+    named_parts,
+    names_of,
+    specs_of,
+    stacked,
+)
 from loop.data.indexed import IndexedData
 from loop.data.pending_batches import PendingBatches, Position
 from loop.launch.machine import usable_cpus
@@ -143,14 +153,13 @@ class GraphReadAhead:
         structure = structure_of(example)
         specs = specs_of(example, 0)
 
+        # TensorFlow keeps what a graph calls as long as the process lives: see `IndexedSource._of_python`.
+        held = weakref.ref(self)
+
         def read(number: np.ndarray) -> list[np.ndarray]:
-            ids, seeds = self._examples(begin.after(int(number), self._steps_per_epoch))
-            examples = reader.unmapped(ids)
-            try:
-                return [seeds, *stacked(examples, specs)]
-            except BadExampleError:
-                self.unlike = True
-                raise
+            ahead = held()
+            assert ahead is not None
+            return ahead._stacked(begin.after(int(number), ahead._steps_per_epoch), specs)
 
         def examples_of(number: tf.Tensor) -> tuple[tf.Tensor, ...]:
             dtypes = [tensor_dtype(spec.dtype) for spec in specs]
@@ -176,6 +185,17 @@ class GraphReadAhead:
         # The source may run graphs of its own: they need the threads that TensorFlow has for all.
         options.threading.private_threadpool_size = 2 * threads
         return iter(examples.batch(rows).prefetch(self._depth).with_options(options))
+
+    def _stacked(self, position: Position, specs: list[ArraySpec]) -> list[np.ndarray]:
+        """The seeds of the examples of a batch, and their arrays as the source gives them, stacked."""
+        assert isinstance(self._data.reader, ExampleReader)
+        ids, seeds = self._examples(position)
+        examples = self._data.reader.unmapped(ids)
+        try:
+            return [seeds, *stacked(examples, specs)]
+        except BadExampleError:
+            self.unlike = True
+            raise
 
     def _examples(self, position: Position) -> tuple[np.ndarray, np.ndarray]:
         """The ids of the examples of a batch, int64 [n], and their seeds, int64 [n, 2]."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +22,11 @@ from loop.data.host_reader import HostReader
 from loop.data.indexed import IndexedData
 from loop.data.padding import lengthened
 from loop.data.pending_batches import Position
+from loop.data.row_shares import RowShares
 from loop.errors import UsageError
 
 Fetch = Callable[..., list[Any]]
-"""A function of the host that returns arrays from epoch and step."""
+"""A function of the host that returns arrays from a `HostReader` and a position."""
 
 _TRIED = 64
 """The number of examples, from the first one on, among which one is looked for that says what all are like."""
@@ -91,8 +93,8 @@ class IndexedSource(ArraySource):
 
         A loop over steps reads them with `batch_at`, and asks again at their end.
         """
-        fetch = functools.partial(self._fetch, parts)
-        poll = functools.partial(self._poll, parts)
+        fetch = functools.partial(_fetch, self._layout, self._shares, parts)
+        poll = functools.partial(_poll, self._layout, self._shares, parts)
         with tf.device("CPU:0"):
             tensors = self._from_host(fetch, self._layout.handed_over_specs(), epoch, step, poll)
             return self._layout.from_host(tensors)
@@ -106,8 +108,9 @@ class IndexedSource(ArraySource):
     def read_batches(self, iterator: tuple[()], epoch: tf.Tensor, step: tf.Tensor, steps: int) -> Any:
         specs = [tf.TensorSpec([None], tf.int64), *self._layout.tensor_specs()]
         shape = [steps, self.options.batch_size]
+        fetch = functools.partial(_fetch_block, self._shares, self.options.batch_size, steps)
         with tf.device("CPU:0"):
-            read = self._from_host(functools.partial(self._fetch_block, steps), specs, epoch, step)
+            read = self._from_host(fetch, specs, epoch, step)
             index, *arrays = [tf.reshape(tensor, shape + tensor.shape[1:]) for tensor in read]
         return self._copied((index, self._layout.pack(arrays)))
 
@@ -128,9 +131,10 @@ class IndexedSource(ArraySource):
 
         def call(epoch: tf.Tensor, step: tf.Tensor) -> list[tf.Tensor]:
             if self.data.maps_in_graph:
-                return tf.py_function(_of_python(fetch), [epoch, step], dtypes)  # it hands tensors over without a copy
+                # It hands tensors over without a copy.
+                return tf.py_function(self._of_python(fetch), [epoch, step], dtypes)
             # Not stateful, so that it isn't put in order with other operations; see `_of_python`.
-            return tf.numpy_function(_of_python(fetch), [epoch, step], dtypes, stateful=False)
+            return tf.numpy_function(self._of_python(fetch), [epoch, step], dtypes, stateful=False)
 
         # Code of the user may run graphs: see `_in_thread_of_its_own`. Polling first spares that for batches that are
         # there already.
@@ -139,7 +143,7 @@ class IndexedSource(ArraySource):
         elif self.data.maps_in_graph or poll is None:
             tensors = _in_thread_of_its_own(call, position, specs)
         else:
-            ready, *there = tf.numpy_function(_of_python(poll), position, [tf.bool, *dtypes], stateful=False)
+            ready, *there = tf.numpy_function(self._of_python(poll), position, [tf.bool, *dtypes], stateful=False)
             ready.set_shape([])
             tensors = tf.cond(ready, lambda: there, lambda: _in_thread_of_its_own(call, position, specs))
         for tensor, spec in zip(tensors, specs, strict=True):
@@ -153,38 +157,58 @@ class IndexedSource(ArraySource):
         rows = super().replica_rows(feed, replica, part, parts)
         return rows.without_skipped() if self.data.skips else rows
 
-    def _fetch(self, parts: int, epoch: np.ndarray, step: np.ndarray) -> list[np.ndarray]:
-        """On the host: the worker's rows of a global batch and of others around it, as they are handed over."""
-        return self._layout.handed_over(self._reader.batches(self._shares, parts, Position(int(epoch), int(step))))
+    def _of_python(self, fetch: Fetch) -> Fetch:
+        """A function that is Python's, and isn't to be made a graph. What it returns depends on the position alone."""
+        # TensorFlow keeps what a graph calls as long as the process lives. So it must not hold what holds the examples.
+        # The reader is held by this source and its copies, which a graph that reads needs in any case.
+        held = weakref.ref(self._reader)
 
-    def _poll(self, parts: int, epoch: np.ndarray, step: np.ndarray) -> list[Any]:
-        """On the host: whether the worker's rows of a global batch are there; and if so, see `_fetch`."""
-        position = Position(int(epoch), int(step))
-        batches = self._reader.batches_if_ready(self._shares, parts, position)
-        # The graph needs tensors of the right types in any case, though it doesn't use them if the batch isn't there.
-        there = self._reader.nothing(position) if batches is None else batches
-        return [batches is not None, *self._layout.handed_over(there)]
+        def call(epoch: np.ndarray, step: np.ndarray) -> list[Any]:
+            reader = held()
+            assert reader is not None
+            return fetch(reader, Position(int(epoch), int(step)))
 
-    def _fetch_block(self, steps: int, epoch: np.ndarray, step: np.ndarray) -> list[np.ndarray]:
-        """On the host: the rows of whole batches, one behind the other; rows past the end of the data are undefined."""
-        read = []
-        for number in range(steps):
-            # The reader may have other batches around it, of which only this one's rows are taken.
-            position = Position(int(epoch), int(step) + number)
-            batches = self._reader.batches(self._shares, 1, position)
-            rows = batches.rows_at(position)
-            arrays_of_batches = [batches.index, *batches.leaves]
-            read.append([array[rows] for array in arrays_of_batches])
+        made: Fetch = tf.autograph.experimental.do_not_convert(call)
+        return made
 
-        # Filled up at the end of the data: the graph gives a block the shape [steps, batch size, ...].
-        rows_of_block = steps * self.options.batch_size
-        blocks = []
-        for arrays in zip(*read, strict=True):
-            joined = np.concatenate(arrays)
-            if len(joined) < rows_of_block:
-                joined = np.pad(joined, [(0, rows_of_block - len(joined))] + [(0, 0)] * (joined.ndim - 1))
-            blocks.append(joined)
-        return blocks
+
+def _fetch(
+    layout: BatchLayout, shares: RowShares, parts: int, reader: HostReader, position: Position
+) -> list[np.ndarray]:
+    """On the host: the worker's rows of a global batch and of others around it, as they are handed over."""
+    return layout.handed_over(reader.batches(shares, parts, position))
+
+
+def _poll(layout: BatchLayout, shares: RowShares, parts: int, reader: HostReader, position: Position) -> list[Any]:
+    """On the host: whether the worker's rows of a global batch are there; and if so, see `_fetch`."""
+    batches = reader.batches_if_ready(shares, parts, position)
+    # The graph needs tensors of the right types in any case, though it doesn't use them if the batch isn't there.
+    there = reader.nothing(position) if batches is None else batches
+    return [batches is not None, *layout.handed_over(there)]
+
+
+def _fetch_block(
+    shares: RowShares, batch_size: int, steps: int, reader: HostReader, first: Position
+) -> list[np.ndarray]:
+    """On the host: the rows of whole batches, one behind the other; rows past the end of the data are undefined."""
+    read = []
+    for number in range(steps):
+        # The reader may have other batches around it, of which only this one's rows are taken.
+        position = first._replace(step=first.step + number)
+        batches = reader.batches(shares, 1, position)
+        rows = batches.rows_at(position)
+        arrays_of_batches = [batches.index, *batches.leaves]
+        read.append([array[rows] for array in arrays_of_batches])
+
+    # Filled up at the end of the data: the graph gives a block the shape [steps, batch size, ...].
+    rows_of_block = steps * batch_size
+    blocks = []
+    for arrays in zip(*read, strict=True):
+        joined = np.concatenate(arrays)
+        if len(joined) < rows_of_block:
+            joined = np.pad(joined, [(0, rows_of_block - len(joined))] + [(0, 0)] * (joined.ndim - 1))
+        blocks.append(joined)
+    return blocks
 
 
 def _first_example(data: IndexedData, seed: int) -> tuple[int, Example, np.ndarray]:
@@ -272,12 +296,6 @@ def _check_unchanged(parts: list[tuple[Part, np.ndarray]]) -> None:
                 "IndexedData: the arrays of example 0 have changed while others were read: return new arrays for each "
                 "example, as by array.copy(), and let map change none in place"
             )
-
-
-def _of_python(function: Fetch) -> Fetch:
-    """A function that is Python's, and isn't to be made a graph. What it returns depends on the position alone."""
-    made: Fetch = tf.autograph.experimental.do_not_convert(function)
-    return made
 
 
 def _in_thread_of_its_own(

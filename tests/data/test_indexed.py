@@ -17,6 +17,7 @@ import threading
 import time
 import typing
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -1272,6 +1273,20 @@ def test_no_reader_outlives_a_run(held_out, quiet, tmp_path):
     for thread in set(_readers()) - before:
         thread.join(20)  # it ends what it is reading
     assert not set(_readers()) - before
+
+
+@pytest.mark.parametrize("kind", ["array", "items", "graph"])
+def test_no_source_outlives_a_run(kind, quiet, tmp_path):
+    """TensorFlow keeps the Python functions of all graphs: they must not hold the examples, and files with them."""
+    inputs = INPUTS.copy()
+    items = Items()
+    freed = weakref.ref(items if kind == "items" else inputs)
+    graph = tf.function(lambda pair: pair) if kind == "graph" else None
+    data = [loop.IndexedData(items if kind == "items" else (inputs, LABELS), map=graph)]
+    _trained(quiet, data[0], data.pop(), run_dir=tmp_path)
+    del inputs, items
+    gc.collect()
+    assert freed() is None
 
 
 def _processes(made):
