@@ -21,6 +21,8 @@ from typing import NoReturn
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 """What Python calls for a signal; or SIG_IGN, SIG_DFL."""
+_Previous = Callable[[int, FrameType | None], object] | int
+"""What `signal.signal` returns for a handler that was there before."""
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that ask a command to end; a second one ends it at once. A terminal that is closed sends SIGHUP."""
 STOPPED = "stopped before training began; start again to go on"
@@ -34,6 +36,8 @@ _SAME = 0.3  # seconds within which a signal that comes twice counts once: `time
 _directories: set[str] = set()  # those of `temporary_directory` that exist
 _groups: set[int] = set()  # the process groups of `ended_with_us`, by their leaders
 _own: set[int] = set()  # the descriptors into which Python writes signals for `watched`
+_masks = threading.local()  # the signals that a thread had blocked before it forked
+_before: dict[int, _Previous] = {}  # the handlers that signals had before the outermost `handled`
 
 
 def stops() -> list[signal.Signals]:
@@ -79,15 +83,43 @@ def handled(actions: Mapping[int, Handler]) -> Iterator[None]:
     Raises:
         ValueError: this isn't the main thread.
     """
-    previous = {}
+    previous: dict[int, _Previous] = {}
+    outermost = [number for number in actions if number not in _before]
     for number, action in actions.items():
-        previous[number] = signal.signal(number, action)
+        # None: a handler that native code has set, which Python can't restore.
+        previous[number] = signal.signal(number, action) or signal.SIG_DFL
+    for number in outermost:
+        _before[number] = previous[number]
     try:
         yield
     finally:
+        for number in outermost:
+            del _before[number]
         for number, handler in previous.items():
-            # None: a handler that native code has set, which Python can't restore.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, handler)
+
+
+def _block_for_fork() -> None:
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # no signal for the new process is lost meanwhile
+
+
+def _unblock_after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
+def _restore_in_fork() -> None:
+    """In a forked process, such as one of a `multiprocessing.Pool` in a map: gives signals their handlers back.
+
+    Otherwise the process couldn't be terminated, and a signal for it would stop the training, whose pipe it has.
+    """
+    if _own:
+        signal.set_wakeup_fd(-1)
+    for number, handler in _before.items():
+        signal.signal(number, handler)
+    _unblock_after_fork()
+
+
+os.register_at_fork(before=_block_for_fork, after_in_parent=_unblock_after_fork, after_in_child=_restore_in_fork)
 
 
 @contextlib.contextmanager

@@ -120,6 +120,29 @@ with worker.before_training():
     assert (done.returncode, done.stderr) == (75, f"{signals.STOPPED}\n")
 
 
+def test_a_fork_can_be_terminated_and_its_signal_stops_no_training():
+    """As a pool of `multiprocessing` within a map terminates its processes, and waits for them."""
+    script = """
+import os, signal
+from loop.launch.signals import handled, watched
+
+heard = []
+reader, writer = os.pipe()
+with handled({signal.SIGTERM: lambda number, frame: None}), watched(heard.append):
+    child = os.fork()
+    if not child:
+        os.write(writer, b"x")
+        signal.pause()
+        os._exit(0)
+    os.read(reader, 1)
+    os.kill(child, signal.SIGTERM)
+    status = os.waitpid(child, 0)[1]
+print(os.waitstatus_to_exitcode(status), heard)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "-15 []\n", done.stderr
+
+
 def test_what_leaves_before_training_leaves_nothing_behind(tmp_path):
     code = (
         "import pathlib\nfrom loop.launch import signals\n"
