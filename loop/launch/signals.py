@@ -94,7 +94,7 @@ def handled(actions: Mapping[int, Handler]) -> Iterator[None]:
         yield
     finally:
         for number in outermost:
-            del _before[number]
+            _before.pop(number, None)  # a forked process has forgotten it
         for number, handler in previous.items():
             signal.signal(number, handler)
 
@@ -116,6 +116,7 @@ def _restore_in_fork() -> None:
         signal.set_wakeup_fd(-1)
     for number, handler in _before.items():
         signal.signal(number, handler)
+    _before.clear()
     _unblock_after_fork()
 
 
