@@ -51,9 +51,9 @@ def warn_of_loss(
     sums = MetricSums(names, trial.metrics)
     # Examples may be mixed in training alone. What an evaluation computes is tried only if an example has another loss
     # alone: most losses end there.
-    depends = not _adds_up(lambda batch: compute(batch, training=True), example, trial, model, sums)
+    depends = not _adds_up(lambda batch: compute(batch, training=True), example, trial, backend, model, sums)
     if not depends and not _same(together["loss"][:1], alone["loss"], shares.tolerance(model)):
-        depends = not _adds_up(lambda batch: compute(batch, training=False), example, trial, model, sums)
+        depends = not _adds_up(lambda batch: compute(batch, training=False), example, trial, backend, model, sums)
     if depends:
         _warn_of_neighbors(trial, bool(seeds(model)))
 
@@ -70,11 +70,11 @@ def warn_of_minimized(trial: Trial, model: Model, backend: Backend, values: Comp
     """
     if warn_of_state(as_in_replica(backend, values), trial, model) or not trial.shares_batches or trial.seen is None:
         return
-    if not _adds_up(values, trial.example, trial, model, MetricSums(names, trial.metrics)):
+    if not _adds_up(values, trial.example, trial, backend, model, MetricSums(names, trial.metrics)):
         _warn_of_neighbors(trial, bool(seeds(model)))
 
 
-def _adds_up(compute: Compute, example: Batch, trial: Trial, model: Model, sums: MetricSums) -> bool:
+def _adds_up(compute: Compute, example: Batch, trial: Trial, backend: Backend, model: Model, sums: MetricSums) -> bool:
     """Whether the sums of shares add up. True if `compute` fails: a mistake in it shows when the step is traced."""
 
     def numbers(values: Values, rows: tf.Tensor) -> Sequence[tf.Tensor]:
@@ -89,7 +89,8 @@ def _adds_up(compute: Compute, example: Batch, trial: Trial, model: Model, sums:
     with contextlib.suppress(Exception):
         weight = trial.seen[0].get("weight")
         has_zeros = weight is not None and not bool(tf.reduce_all(tf.cast(weight, tf.bool)))
-        return shares.ShareTrial(compute, example, model, numbers, trial.rows).first_wrong() is None
+        tried = shares.ShareTrial(compute, example, model, numbers, trial.rows)
+        return as_in_replica(backend, tried.first_wrong)() is None
     return True
 
 

@@ -43,6 +43,7 @@ class PenaltyTrial:
         self._given = compute
         self._compute = as_in_replica(backend, compute)
         self._model = model
+        self._backend = backend
         self._noted: list[list[float]] = []
         self._in_inference: list[float] = []
         self._names: list[str] = []
@@ -136,9 +137,9 @@ class PenaltyTrial:
             self._model,
             times_rows,
             trial.rows,
-            _ORDER,
+            [_ORDER],
         )
-        wrong = shares.first_wrong()
+        wrong = as_in_replica(self._backend, shares.first_wrong)()
         return None if wrong is None else names[wrong]
 
 

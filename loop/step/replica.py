@@ -9,16 +9,17 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import ParamSpec
+from typing import ParamSpec, TypeVar
 
 import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.data import Rows, count
 from loop.errors import UsageError
-from loop.task import Batch, Values
+from loop.task import Batch
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class CollectiveNeededError(Exception):
@@ -327,14 +328,14 @@ def probing(examples: int) -> Iterator[None]:
         del _here.tried
 
 
-def as_in_replica(backend: Backend, compute: Callable[P, Values]) -> Callable[P, Values]:
+def as_in_replica(backend: Backend, compute: Callable[P, T]) -> Callable[P, T]:
     """`compute`, called anew as in a replica of a strategy if it fails outside of one, within `Backend.scope`.
 
     There alone TensorFlow has a gradient with respect to variables of which each replica has a copy.
     """
 
     @functools.wraps(compute)
-    def call(*arguments: P.args, **named: P.kwargs) -> Values:
+    def call(*arguments: P.args, **named: P.kwargs) -> T:
         try:
             return compute(*arguments, **named)
         except ValueError as error:

@@ -22,10 +22,12 @@ from loop.task import Batch, Model, Values
 Numbers: TypeAlias = Callable[[Values, tf.Tensor], Sequence[tf.Tensor]]
 """Takes what `compute` has returned for some rows, and how many they are; returns scalars that must add up, float64."""
 
-ROWS = (0, 1, 2, 2, 0, 0, 1, 1)
-"""Which of a few examples are tried: so many that experts that take a few rows each are full; and in no regular order,
-in which the last row of a share might have the same neighbor as in the whole batch. Of up to 8 rows, the first share
-has others than the rest: if both had the same ones, means over them would be those over the whole batch."""
+ORDERS = (0, 1, 2, 2, 0, 0, 1, 1), (0, 1, 1, 2, 2, 0, 2, 0)
+"""Which of a few examples are tried, one order after the other: so many that experts that take a few rows each are
+full; and in no regular order, in which the last row of a share might have the same neighbor as in the whole batch. Of
+up to 8 rows, the first share has others than the rest: if both had the same ones, means over them would be those over
+the whole batch. In the second order, each share misses an example: if both shares had all of them, the greatest and the
+least, such as the hardest negative, would be those of the whole batch, too."""
 _OF_FIRST = 3
 """How many of them the first share has."""
 _DRAWS = 4
@@ -45,7 +47,7 @@ class ShareTrial:
         model: the model.
         numbers: what must add up over the shares.
         counts: the numbers of rows that batches have in the run.
-        order: which of the examples are tried.
+        orders: which of the examples are tried.
     """
 
     def __init__(
@@ -55,14 +57,16 @@ class ShareTrial:
         model: Model,
         numbers: Numbers,
         counts: RowCounts,
-        order: Sequence[int] = ROWS,
+        orders: Sequence[Sequence[int]] = ORDERS,
     ) -> None:
         self._compute = compute
         # No more than two replicas have: a model may be so large that a device holds few rows.
         most = min(counts.batch_size, 2 * max(counts.whole))
-        places = tf.constant(order[: max(2, most)]) % tf.shape(tf.nest.flatten(example)[0])[0]
-        self._rows = len(places)
-        self._batch = tf.nest.map_structure(lambda tensor: tf.gather(tensor, places), example)
+        self._rows = min(len(orders[0]), max(2, most))
+        self._batches: list[Batch] = []
+        for order in orders:
+            places = tf.constant(order[: self._rows]) % tf.shape(tf.nest.flatten(example)[0])[0]
+            self._batches.append(tf.nest.map_structure(functools.partial(tf.gather, indices=places), example))
         self._model = model
         self._numbers = numbers
 
@@ -74,34 +78,38 @@ class ShareTrial:
         """
         by_row()
         reseed(self._model)
-        specs = tf.nest.map_structure(_any_rows, self._batch)
+        specs = tf.nest.map_structure(_any_rows, self._batches[0])
         traced = compiled(self._traced, input_signature=[specs, tf.TensorSpec([], tf.int64)])
         gathers = all_gathers()
         within_rounding = functools.partial(_are_same, tolerance=tolerance(self._model))
         with as_in_evaluation(self._model):
             for draw in range(_DRAWS if seeds(self._model) else 1):
-                share = functools.partial(self._share, traced, draw)
-                of_all, again = share(0, self._rows), share(0, self._rows)
-                # With `all_gather`, to look at all rows is the purpose. Random numbers other than those of layers
-                # differ from call to call: they say nothing of other rows.
-                if all_gathers() != gathers or not within_rounding(of_all, again).all():
-                    return None
-                cut = min(_OF_FIRST, self._rows - 1)
-                same = within_rounding(of_all, share(0, cut) + share(cut, self._rows))
-                if not same.all():
-                    return int(np.argmin(same))
+                for batch in self._batches:
+                    share = functools.partial(self._share, traced, batch, draw)
+                    of_all, again = share(0, self._rows), share(0, self._rows)
+                    # With `all_gather`, to look at all rows is the purpose. Random numbers other than those of layers
+                    # differ from call to call: they say nothing of other rows.
+                    if all_gathers() != gathers or not within_rounding(of_all, again).all():
+                        return None
+                    cut = min(_OF_FIRST, self._rows - 1)
+                    same = within_rounding(of_all, share(0, cut) + share(cut, self._rows))
+                    if not same.all():
+                        return int(np.argmin(same))
         return None
 
-    def _share(self, traced: Callable[[Batch, tf.Tensor], tf.Tensor], draw: int, first: int, end: int) -> np.ndarray:
+    def _share(
+        self, traced: Callable[[Batch, tf.Tensor], tf.Tensor], batch: Batch, draw: int, first: int, end: int
+    ) -> np.ndarray:
         """The numbers of some rows.
 
         Args:
             traced: the traced function.
+            batch: all rows.
             draw: which random numbers are drawn.
             first: the first row.
             end: the row after the last one.
         """
-        batch = tf.nest.map_structure(lambda tensor: tensor[first:end], self._batch)
+        batch = tf.nest.map_structure(lambda tensor: tensor[first:end], batch)
         with put_back([*changing(self._model), *seeds(self._model)]):
             for seed in seeds(self._model):
                 # A seed generator has two numbers, of which the second one counts its draws.

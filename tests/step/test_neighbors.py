@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import loop
 from loop import ArrayData, TrainTask, backends, fit
+from loop.errors import ReplicaWarning
 from tests.exactness import Prime, largest_difference, regression
 
 
@@ -465,3 +466,60 @@ class HardestPairs(Prime):
 def test_a_weight_that_depends_on_other_examples_is_said(quiet):
     with pytest.warns(UserWarning, match="depends on the other examples of its batch"):
         fit(HardestPairs(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
+
+
+class Sharp(Prime):
+    """Its loss is that of weights which a gradient over the rows at hand has moved."""
+
+    def compute(self, model, batch, training):
+        inputs, labels, _ = batch
+        if not training:
+            return {"loss": tf.reduce_sum((model(inputs) - labels) ** 2, -1)}
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(inputs, training=True) - labels) ** 2)
+        weights = [variable.value for variable in model.trainable_variables]
+        moved = [weight + gradient for weight, gradient in zip(weights, tape.gradient(loss, weights), strict=True)]
+        state = [variable.value for variable in model.non_trainable_variables]
+        outputs, _ = model.stateless_call(moved, state, inputs, training=True)
+        return {"loss": tf.reduce_sum((outputs - labels) ** 2, -1)}
+
+
+class StepOfSharp(Sharp):
+    def train_step(self, model, step):
+        step.minimize(lambda batch: Sharp.compute(self, model, batch, training=True))
+
+
+@pytest.mark.parametrize("kind", [Sharp, StepOfSharp])
+def test_a_gradient_over_the_rows_of_a_replica_is_said(kind, quiet):
+    """Of the copies of replicas, TensorFlow knows no gradient outside of a replica: such a trial is made in one."""
+    with pytest.warns(UserWarning, match="depends on the other examples of its batch, of which each of 2 replicas"):
+        fit(kind(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
+
+
+class SmoothAndBalanced(Balanced):
+    def compute(self, model, batch, training):
+        with tf.GradientTape() as tape:
+            loss = super().compute(model, batch, training)["loss"]
+        gradient = tape.gradient(loss, model.trainable_variables[0].value)
+        return {"loss": loss + tf.reduce_sum(gradient**2)}
+
+
+def test_a_product_of_means_beside_a_gradient_is_said(quiet):
+    with pytest.warns(ReplicaWarning) as warned:
+        fit(SmoothAndBalanced(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
+    assert "adds a loss that isn't a mean over the rows" in " ".join(str(warning.message) for warning in warned)
+
+
+class Farthest(Prime):
+    """Looks for the farthest row at hand, as the mining of hard triplets does."""
+
+    def compute(self, model, batch, training):
+        outputs = model(batch[0], training=training)
+        apart = tf.reduce_sum((outputs[:, None] - outputs) ** 2, -1)
+        return {"loss": super().compute(model, batch, training)["loss"] + tf.reduce_max(apart, 1)}
+
+
+def test_a_greatest_of_the_rows_of_a_replica_is_said(quiet):
+    """It may be the same in all shares of a few examples, where each share has all of them."""
+    with pytest.warns(UserWarning, match="depends on the other examples of its batch"):
+        fit(Farthest(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
