@@ -65,8 +65,10 @@ class Calls:
             laps = marker.laps()
             run.stopwatch.give({part: laps[part] - laps_before[part] for part in laps})
         elif run.backend.is_chief and not run.backend.asynchronous:
-            saved = list(whole_variables(run).values())
-            warn_of_unsaved(run.task, run.model, saved, run.step.graph(run.data.iterator))
+            built = run.step.built
+            saved = [*whole_variables(run).values(), *built.sliced_variables]
+            optimizers = [optimizer for optimizer, _ in built.optimizers.values()]
+            warn_of_unsaved(run.task, run.model, saved, run.step.graph(run.data.iterator), optimizers)
         examples = int(totals[EXAMPLES])
         run.stopwatch.count(steps, examples)
         self._record(steps, examples, seconds)

@@ -15,7 +15,7 @@ from tensorflow.python.framework import auto_control_deps_utils  # there is no p
 from loop.model.variables import Variable, as_tf, handles, layers, made_variables
 from loop.step.batch_norm import global_seeds
 from loop.step.example_trace import held_by, members
-from loop.task import Model, TrainTask
+from loop.task import Model, Optimizer, TrainTask
 
 _SEED = "the seed of keras.random"
 _REMEDY = (
@@ -27,7 +27,13 @@ _CHANGES_TABLE = ("LookupTableInsertV2", "LookupTableRemoveV2", "LookupTableImpo
 """The operations that change a table of `tf.lookup`."""
 
 
-def warn_of_unsaved(task: TrainTask, model: Model, saved: Sequence[tf.Variable], graph: tf.Graph) -> None:
+def warn_of_unsaved(
+    task: TrainTask,
+    model: Model,
+    saved: Sequence[tf.Variable],
+    graph: tf.Graph,
+    optimizers: Sequence[Optimizer],
+) -> None:
     """Warns if the steps change something that no checkpoint has, or use something that isn't trained.
 
     Args:
@@ -35,6 +41,7 @@ def warn_of_unsaved(task: TrainTask, model: Model, saved: Sequence[tf.Variable],
         model: the model of the task.
         saved: the variables that a checkpoint has.
         graph: that of the training steps.
+        optimizers: the optimizers, which may hold variables and seeds that Keras doesn't count as theirs, either.
     """
     nodes = list(_nodes(graph))
     draws = _hidden_draws(nodes)
@@ -51,7 +58,7 @@ def warn_of_unsaved(task: TrainTask, model: Model, saved: Sequence[tf.Variable],
             "self.add_weight(trainable=False) in a layer",
             stacklevel=2,
         )
-    _warn_of_held(_unsaved(task, model, saved, graph))
+    _warn_of_held(_unsaved(task, model, saved, graph, optimizers))
 
 
 def changed_outside(task: TrainTask, model: Model, saved: Sequence[tf.Variable], graph: tf.Graph) -> list[str]:
@@ -70,12 +77,21 @@ class _Unsaved(NamedTuple):
     untrained: list[str]  # what they only use, although it could be trained
 
 
-def _unsaved(task: TrainTask, model: Model, saved: Sequence[tf.Variable], graph: tf.Graph) -> _Unsaved:
-    """What the task, the model or its layers hold, a graph uses, and no checkpoint has."""
+def _unsaved(
+    task: TrainTask,
+    model: Model,
+    saved: Sequence[tf.Variable],
+    graph: tf.Graph,
+    optimizers: Sequence[Optimizer] = (),
+) -> _Unsaved:
+    """What the task, the model, its layers or optimizers hold, a graph uses, and no checkpoint has."""
     used = {id(outer) for outer, _ in graph.captures} - set(map(id, handles(saved)))
     changed = _changed(graph) & used
     found = _Unsaved([], [], [])
-    for name, value in _held(task, model):
+    # TensorFlow's own list of the attributes is private. So is all that Keras gives an optimizer, some of which is
+    # computed anew in each step.
+    held = [*_held("_self_", task, model, *layers(model)), *_held("_", *optimizers)]
+    for name, value in held:
         is_changed = bool(changed.intersection(map(id, handles(_variables(value)))))
         if is_changed and isinstance(value, keras.metrics.Metric):
             found.metrics.append(name)
@@ -101,7 +117,8 @@ def _warn_of_held(unsaved: _Unsaved) -> None:
     if lost:
         warnings.warn(
             f"the steps change {_listed(lost)}, which no checkpoint has: a resumed run has the first value again. "
-            f"Let the model have it, as by self.add_weight(trainable=False) in a layer. {_REMEDY}",
+            "Let the model have it, as by self.add_weight(trainable=False) in a layer; or the optimizer that changes "
+            f"it, as by self.add_variable(...) in its build(). {_REMEDY}",
             stacklevel=3,
         )
     if untrained:
@@ -118,12 +135,11 @@ def _listed(names: list[str]) -> str:
     return ", ".join(dict.fromkeys(names))
 
 
-def _held(task: TrainTask, model: Model) -> Iterator[tuple[str, object]]:
-    """The attributes of the task, of the model and of its layers, each with its name."""
-    for owner in (task, model, *layers(model)):
+def _held(private: str, *owners: object) -> Iterator[tuple[str, object]]:
+    """The attributes of each owner with their names, without those whose names begin with `private`."""
+    for owner in owners:
         for name, value in getattr(owner, "__dict__", {}).items():
-            # TensorFlow's own list of the attributes, and Keras's of the metrics among them.
-            if not name.startswith("_self_") and name != "_metrics":
+            if not name.startswith(private) and name != "_metrics":  # Keras's list of the metrics among them
                 yield f"{type(owner).__name__}.{name}", value
 
 

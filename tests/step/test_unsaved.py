@@ -166,6 +166,23 @@ class WeightInALayer(Task):
         return [Weight()]
 
 
+class NoisySGD(keras.optimizers.SGD):
+    """Draws noise with a seed that Keras doesn't count as the optimizer's."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.noise = keras.random.SeedGenerator(1)
+
+    def update_step(self, gradient, variable, learning_rate):
+        noise = keras.random.normal(variable.shape, seed=self.noise)
+        super().update_step(gradient + 0.01 * noise, variable, learning_rate)
+
+
+class InTheOptimizer(Task):
+    def build_optimizer(self):
+        return NoisySGD(0.1, momentum=0.9)
+
+
 LOST = "the steps change {}, which no checkpoint has"
 UNTRAINED = "the steps use {}, which isn't a part of the model"
 
@@ -178,6 +195,7 @@ UNTRAINED = "the steps use {}, which isn't a part of the model"
         (Generator, "Generator.numbers", LOST),
         (GlobalSeed, "the seed of keras.random", LOST),
         (InALayer, "Counting.calls", LOST),
+        (InTheOptimizer, "NoisySGD.noise", LOST),
         (HeadInTheTask, "HeadInTheTask.head", UNTRAINED),
         (ModelInAList, "ModelInAList.heads", UNTRAINED),
         (WeightOfALoss, "WeightOfALoss.log_sigma", UNTRAINED),
