@@ -61,8 +61,14 @@ def mix(shares: Mapping[IndexedData, float]) -> IndexedData:
 
 def _checked(parts: Sequence[IndexedData], shares: Sequence[float]) -> np.ndarray:
     """The shares, not yet divided by their sum: float64 [sources]. Refuses what `mix` refuses."""
-    if len(parts) < 2 or not all(isinstance(part, IndexedData) for part in parts):
+    if len(parts) < 2:
         raise UsageError("loop.mix: give at least two sources, as in loop.mix({IndexedData(...): 0.7, ...})")
+    for part in parts:
+        if not isinstance(part, IndexedData):
+            raise UsageError(
+                f"loop.mix: a source is of type {type(part).__name__}: give IndexedData, which takes arrays, too, as "
+                "in loop.mix({IndexedData((images, labels)): 0.7, ...})"
+            )
     if any(part.padding != parts[0].padding for part in parts):
         raise UsageError("loop.mix: the sources have different padding=...: give all the same")
     with contextlib.suppress(TypeError, ValueError):

@@ -1728,7 +1728,8 @@ def test_an_unshuffled_mixture_alternates():
     ("shares", "said"),
     [
         (lambda data: {data: 1}, "at least two sources"),
-        (lambda data: {data: 1, INPUTS.tobytes(): 1}, "at least two sources"),
+        (lambda data: {data: 1, INPUTS.tobytes(): 1}, "a source is of type bytes: give IndexedData"),
+        (lambda data: {loop.ArrayData(INPUTS): 1, data: 1}, "a source is of type ArrayData: give IndexedData"),
         (lambda data: [data, data], r"loop.mix\(list\): give a dict of at least two sources"),
         (lambda data: {data: 1, loop.IndexedData(INPUTS): "half"}, "shares of .*'half'.*: give positive numbers"),
         (lambda data: {data: 1, loop.IndexedData(INPUTS): -1}, "give positive numbers"),
