@@ -22,12 +22,12 @@ from loop.task import Batch, Model, Values
 Numbers: TypeAlias = Callable[[Values, tf.Tensor], Sequence[tf.Tensor]]
 """Takes what `compute` has returned for some rows, and how many they are; returns scalars that must add up, float64."""
 
-ORDERS = (0, 1, 2, 2, 0, 0, 1, 1), (0, 1, 1, 2, 2, 0, 2, 0)
+ORDERS = (0, 1, 2, 2, 0, 0, 1, 1), (0, 0, 0, 1, 2, 2, 1, 2)
 """Which of a few examples are tried, one order after the other: so many that experts that take a few rows each are
 full; and in no regular order, in which the last row of a share might have the same neighbor as in the whole batch. Of
 up to 8 rows, the first share has others than the rest: if both had the same ones, means over them would be those over
-the whole batch. In the second order, each share misses an example: if both shares had all of them, the greatest and the
-least, such as the hardest negative, would be those of the whole batch, too."""
+the whole batch. In the second order, no example is in both shares: the greatest and the least, such as the hardest
+negative, are those of the whole batch where a share has that example."""
 _OF_FIRST = 3
 """How many of them the first share has."""
 _DRAWS = 4

@@ -510,16 +510,28 @@ def test_a_product_of_means_beside_a_gradient_is_said(quiet):
     assert "adds a loss that isn't a mean over the rows" in " ".join(str(warning.message) for warning in warned)
 
 
-class Farthest(Prime):
-    """Looks for the farthest row at hand, as the mining of hard triplets does."""
+class Greatest(Prime):
+    """Looks for the greatest row at hand, as the mining of hard examples does."""
 
     def compute(self, model, batch, training):
-        outputs = model(batch[0], training=training)
-        apart = tf.reduce_sum((outputs[:, None] - outputs) ** 2, -1)
-        return {"loss": super().compute(model, batch, training)["loss"] + tf.reduce_max(apart, 1)}
+        return {"loss": super().compute(model, batch, training)["loss"] + tf.reduce_max(batch[0])}
 
 
-def test_a_greatest_of_the_rows_of_a_replica_is_said(quiet):
-    """It may be the same in all shares of a few examples, where each share has all of them."""
+class StepOfGreatest(Greatest):
+    def train_step(self, model, step):
+        step.minimize(lambda batch: Greatest.compute(self, model, batch, training=True))
+
+
+@pytest.mark.parametrize("kind", [Greatest, StepOfGreatest])
+@pytest.mark.parametrize("greatest", [0, 1, 2])
+def test_the_greatest_of_the_rows_of_a_replica_is_said(kind, greatest, quiet):
+    """It is the same in all shares of a few examples, where each share has that example."""
+
+    class Ordered(kind):
+        def train_data(self):
+            inputs, labels, weights = regression(self.examples, dtype=self.dtype)
+            inputs[greatest] += 3
+            return ArrayData(inputs, labels, weights)
+
     with pytest.warns(UserWarning, match="depends on the other examples of its batch"):
-        fit(Farthest(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
+        fit(Ordered(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
