@@ -251,7 +251,13 @@ def all_gather(x: tf.types.experimental.TensorLike) -> tf.Tensor:
     # Counted on one replica, too: `Trial` asks whether `compute` pairs examples on purpose.
     _here.gathers = all_gathers() + 1
     replica = current()
-    return x if replica is None or replica.backend.replicas == 1 else replica.gather(x)
+    if replica is None:
+        return x
+    if replica.backend.replicas > 1:
+        return replica.gather(x)
+    # Rows that fill up a batch belong to no example. A whole batch keeps its static shape.
+    is_filled = replica.fixed_rows is not None and replica.batch is not replica.rows.batch
+    return x[: replica.count] if is_filled else x
 
 
 @tf.autograph.experimental.do_not_convert

@@ -610,3 +610,26 @@ def test_the_graph_knows_the_rows_of_batches_that_are_all_alike(examples, replic
 
     fit(Task(examples), epochs=2, batch_size=20, backend=engine(replicas), callbacks=quiet(), **options)
     assert seen[-1] == known
+
+
+class Hardest(Plain):
+    """Counts examples that aren't among the easier half of the batch: a batch of one has no half."""
+
+    def eval_data(self):
+        return ArrayData(*regression(33)[:2])
+
+    def compute(self, model, batch, training):
+        loss = super().compute(model, batch, training)["loss"]
+        everyone = loop.all_gather(loss)
+        easiest = tf.math.top_k(-everyone, tf.size(everyone) // 2).values[-1]
+        rows = tf.zeros_like(loss) + tf.cast(tf.size(everyone), loss.dtype)
+        return {"loss": loss, "rows": rows, "weight": tf.cast(loss >= -easiest, loss.dtype)}
+
+
+def test_rows_that_fill_up_a_batch_are_not_gathered(quiet):
+    """It is taken for a model of batches of 20 rows, so that the short batch of the evaluation is filled up."""
+    found = []
+    for replicas in (1, 2):
+        found.append(fit(Hardest(40), batch_size=20, backend=engine(replicas), callbacks=quiet()).metrics)
+    assert found[0]["eval_rows"] == pytest.approx(found[1]["eval_rows"])
+    assert found[0]["eval_loss"] == pytest.approx(found[1]["eval_loss"], rel=1e-5)
