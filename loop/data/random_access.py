@@ -241,7 +241,13 @@ class _Items:
         numbers = indices.tolist()  # Python's own integers: not every `__getitem__` takes NumPy's
         if self._many is None:
             return [self._source[number] for number in numbers]
-        examples = list(self._many(numbers))
+        given = self._many(numbers)
+        if isinstance(given, Mapping):  # else its keys would be the examples
+            raise UsageError(
+                f"{type(self._source).__name__}.__getitems__ returned one {type(given).__name__} for all indices: "
+                "return a list with the example of each index"
+            )
+        examples = list(given)
         if len(examples) != len(numbers):
             raise UsageError(
                 f"{type(self._source).__name__}.__getitems__ returned {len(examples)} examples for {len(numbers)} "

@@ -55,7 +55,7 @@ from loop.data.graph_ahead import GraphReadAhead
 from loop.data.host_reader import HostReader
 from loop.data.parts import first
 from loop.data.pending_batches import PendingBatches, Position
-from loop.data.random_access import ArrayRows
+from loop.data.random_access import ArrayRows, reader_of
 from loop.data.read_ahead import ReadAhead
 from loop.errors import OutOfMemoryError, TrainingError, UsageError
 from loop.monitor.phase_marker import PhaseMarker
@@ -804,6 +804,34 @@ class OneBlock(Items):
     def __getitems__(self, indices):
         self.block[: len(indices)] = INPUTS[indices]
         return list(self.block[: len(indices)])
+
+
+class ManyAtOnce:
+    """Returns what it is told for several indices."""
+
+    def __init__(self, given):
+        self.given = given
+
+    def __len__(self):
+        return len(INPUTS)
+
+    def __getitem__(self, index):
+        return INPUTS[index]
+
+    def __getitems__(self, indices):
+        return self.given(indices)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda indices: {"x": INPUTS[indices]}, "returned one dict for all indices: return a list with the"),
+        (lambda indices: INPUTS[indices[:1]], "returned 1 examples for 2 indices: return one for each"),
+    ],
+)
+def test_examples_of_several_indices_are_one_for_each(given, message):
+    with pytest.raises(UsageError, match=message):
+        reader_of(ManyAtOnce(given)).read(np.arange(2))
 
 
 def _doubled_in_place(pair):
