@@ -92,8 +92,7 @@ def test_backends_of_a_machine_are_tried_where_several_workers_are_asked_for(mis
 @pytest.mark.parametrize(
     ("typed", "tried"),
     [
-        ([], True), (["--backend", "horovod"], False), (["--config", "own.toml"], False),
-        (["--backend", "horovod", "--only", "backend"], True),
+        ([], True), (["--only", "backend"], True), (["--backend", "horovod"], False), (["--config", "own.toml"], False),
     ],
 )  # fmt: skip
 def test_a_backend_that_is_asked_for_is_kept(typed, tried, command, tmp_path, monkeypatch):
@@ -107,6 +106,12 @@ def test_a_backend_that_is_asked_for_is_kept(typed, tried, command, tmp_path, mo
     monkeypatch.setattr(tune, "tune", noted)
     assert command("tune", "digits", "--workers", 2, *typed)[0] == 2
     assert ["backend" in only for only in asked] == [tried]
+
+
+@pytest.mark.parametrize("typed", [[], ["--workers", 1], ["--workers", 2, "--backend", "mirrored"]])
+def test_where_no_backend_can_be_tried_it_is_said(typed, command):
+    code, _, err = command("tune", "digits", "--only", "backend", *typed)
+    assert (code, "--only backend: give --workers N, at least 2, and no --backend" in err) == (2, True), err
 
 
 @pytest.mark.parametrize("rounds", [1, 3])

@@ -56,19 +56,25 @@ def tune(
     in_files = config.arguments(config_, train_options(), ())  # checked here, and read again by each trial
     task_loader.check(target_)
     choose_for_command(backend or "auto", workers)
-    if not only:
-        # A backend that the user has asked for is kept.
-        is_asked = backend is not None or any(word.startswith("--backend=") for word in in_files)
-        only = [name for name in tune_.TUNED if not (is_asked and name == "backend")]
+    to_try = _to_try(only, backend, workers, in_files)
     given = {"batch_size": batch_size, "backend": backend, "workers": workers}
     arguments = command_line.arguments(given, set_, config_)
     # A guess, for the bar: how many values are tried depends on the machine and on what is found.
-    stages = len(only) * rounds * 2
+    stages = len(to_try) * rounds * 2
     with stopped_clean("nothing is written, and nothing is left behind"), shown_stages(stages) as progress:
-        report = tune_.tune([target_, *arguments], only, seconds, rounds, tune_batch_size, progress)
+        report = tune_.tune([target_, *arguments], to_try, seconds, rounds, tune_batch_size, progress)
     tune_.write(out, report)
     lines = [*tune_.lines(report), f"\nwrote {out}: {tune_.command(out, report)}"]
     show(tune_.as_json(report) | {"file": str(out)}, lines, as_json)
+
+
+def _to_try(only: list[str], backend: str | None, workers: int | None, in_files: list[str]) -> list[str]:
+    """What `tune` tries: what was typed, or all. A backend that the user has asked for is kept."""
+    is_asked = backend is not None or any(word.startswith("--backend=") for word in in_files)
+    has_several = (workers or 1) > 1 or any(word.startswith("--workers=") for word in in_files)
+    if "backend" in only and (is_asked or not has_several):
+        raise UsageError("--only backend: give --workers N, at least 2, and no --backend: else there is nothing to try")
+    return only or [name for name in tune_.TUNED if not (is_asked and name == "backend")]
 
 
 def _check_tune_file(out: Path, force: bool) -> None:
