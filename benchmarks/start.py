@@ -72,7 +72,7 @@ class FirstCall(Callback):
 
 def commands() -> dict[str, list[str]]:
     """What is measured."""
-    train = [sys.executable, "-P", "-m", "cli", "train", "digits", "--callback", f"{__spec__.name}:FirstCall"]
+    train = [sys.executable, "-P", "-m", "cli", "train", "digits", f"--callback=@{__spec__.name}:FirstCall"]
     return {
         "import tensorflow": [sys.executable, "-c", MARKED + IMPORT],
         "a loop by hand": [sys.executable, "-c", MARKED + BY_HAND],
