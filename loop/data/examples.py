@@ -84,7 +84,7 @@ class ExampleReader:
             examples = self.unmapped(ids)
         except KeyboardInterrupt:
             raise
-        except BaseException:
+        except BaseException:  # not `Exception` alone: see `_failure`
             return self.attempts(ids, seeds)
         if self._map is None:
             return examples

@@ -153,7 +153,7 @@ class GraphReadAhead:
         structure = structure_of(example)
         specs = specs_of(example, 0)
 
-        # TensorFlow keeps what a graph calls as long as the process lives: see `IndexedSource._of_python`.
+        # A weak reference, for the reason that `IndexedSource._of_python` gives.
         held = weakref.ref(self)
 
         def read(number: np.ndarray) -> list[np.ndarray]:

@@ -159,8 +159,8 @@ class IndexedSource(ArraySource):
 
     def _of_python(self, fetch: Fetch) -> Fetch:
         """A function that is Python's, and isn't to be made a graph. What it returns depends on the position alone."""
-        # TensorFlow keeps what a graph calls as long as the process lives. So it must not hold what holds the examples.
-        # The reader is held by this source and its copies, which a graph that reads needs in any case.
+        # TensorFlow keeps the Python functions of a graph until the process ends. With a weak reference, examples are
+        # freed when the run has ended. Until then, this source holds the reader.
         held = weakref.ref(self._reader)
 
         def call(epoch: np.ndarray, step: np.ndarray) -> list[Any]:

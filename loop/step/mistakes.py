@@ -83,8 +83,10 @@ def explained(error: BaseException) -> UsageError | None:
     if not isinstance(error, ERRORS) or isinstance(error, UsageError):
         return None
     message = message_of(error)
-    if isinstance(error, NotImplementedError) and not error.args:  # by a class that lacks the method
-        message = f"no {traceback.extract_tb(error.__traceback__)[-1].name}"
+    frames = traceback.extract_tb(error.__traceback__)
+    # TensorFlow's variables have such methods in a base class, which raises this error without a message.
+    if isinstance(error, NotImplementedError) and not error.args and frames:
+        message = f"no {frames[-1].name}"
     for mistake in MISTAKES:
         match = mistake.pattern.search(message)
         if match is None:

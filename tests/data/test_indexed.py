@@ -807,7 +807,7 @@ class OneBlock(Items):
 
 
 class ManyAtOnce:
-    """Returns what it is told for several indices."""
+    """A source whose `__getitems__` is the function that is given."""
 
     def __init__(self, given):
         self.given = given
