@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests import warm
+
 ABOUT = """
 import json, os, signal, sys
 about = {
@@ -60,6 +62,25 @@ def test_a_warm_process_is_killed_as_any_other():
         assert process.stdout.readline() == b"there\n"
         process.send_signal(signal.SIGKILL)
         assert process.wait(60) == -signal.SIGKILL
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has what it needs")
+def test_a_signal_ignored_while_the_server_starts_is_ignored_only_then(monkeypatch):
+    """As within `before_training`, where a test may be the first of its process to start another."""
+    monkeypatch.delenv("TFLOOP_TESTS_COLD", raising=False)
+    monkeypatch.setattr(warm, "_server", None)
+    code = "import signal; print(int(signal.getsignal(signal.SIGUSR1)))"
+    said = []
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        for handler in (signal.SIG_IGN, signal.SIG_DFL):
+            signal.signal(signal.SIGUSR1, handler)
+            said.append(subprocess.check_output([sys.executable, "-X", "warm", "-c", code], text=True, timeout=240))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        warm._server.connection.close()  # ends it
+        warm._server.process.wait(240)
+    assert said == ["1\n", "0\n"]
 
 
 CHECKS_ITS_FILES = """

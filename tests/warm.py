@@ -187,6 +187,9 @@ def parsed(arguments):
 def main(number):
     """Imports, then makes processes until the one that it serves has ended."""
     connection = socket.socket(fileno=number)
+    for each in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # those two, Python ignores in each process
+        if signal.getsignal(each) == signal.SIG_IGN:  # as the starting test did just then
+            signal.signal(each, signal.SIG_DFL)
     for name in LIGHT:
         importlib.import_module(name)
     atexit.register(forget)  # before all that modules register: it is called last
