@@ -362,6 +362,10 @@ def load(uri: str) -> None:
         os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        try:
+            Path.home()  # MLflow asks for it while it is imported, and its error doesn't name HOME
+        except RuntimeError:  # in a container, the user may have no name
+            raise ImportError("MLflow needs a home directory, and this user has none: set HOME") from None
         import mlflow.tracking
 
         if uri.partition(":")[0].partition("+")[0] in _DATABASES:

@@ -1,12 +1,13 @@
 """Stores that answer, and take nothing: the end of a run doesn't wait for them."""
 
 import http.server
+import pwd
 import threading
 
 import pytest
 import requests
 
-from callbacks.mlflow.delivery import is_refusal
+from callbacks.mlflow.delivery import is_refusal, load
 from tests.callback.test_tracking import run_directory, tracking
 from tests.test_cli import command  # noqa: F401
 
@@ -58,6 +59,19 @@ def test_a_page_in_place_of_an_answer_may_pass():
         page.json()
     assert not is_refusal(raised.value)
     assert is_refusal(ValueError("Invalid IPv6 URL"))
+
+
+def test_a_user_without_a_home_directory_is_told_to_set_it(monkeypatch):
+    """As in a container whose user has no name. MLflow's own error doesn't name the variable."""
+
+    def no_entry(user):
+        raise KeyError(user)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    with pytest.raises(ImportError, match="this user has none: set HOME") as raised:
+        load("sqlite")
+    assert is_refusal(raised.value)
 
 
 def test_sync_names_a_directory_in_place_of_its_own_file(tmp_path, command):  # noqa: F811
