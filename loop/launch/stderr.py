@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from callbacks.run_record.redaction import tell
 from loop.errors import UsageError
+from loop.launch import lazy_keras
 from loop.launch.environment import JOB, job_rank, job_size
 
 CHATTER = (
@@ -73,7 +74,8 @@ def quiet_start(says: bool = True) -> Iterator[None]:
         thresholds = gc.get_threshold()
         gc.set_threshold(_ALLOCATIONS)
         try:
-            yield
+            with lazy_keras.parts():
+                yield
         finally:
             gc.set_threshold(*thresholds)
             sys.stderr.flush()

@@ -1,0 +1,44 @@
+"""Parts of Keras that no training needs are imported when they are first used."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+USES_THEM = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from loop.launch import stderr
+
+with stderr.quiet_start(says=False):
+    import keras
+import tensorflow as tf
+import loop
+from tests.tasks import Plain
+
+loop.fit(Plain(), steps=1, run_dir="run")
+assert not {"matplotlib", "sklearn"} & set(sys.modules)
+with ThreadPoolExecutor(2) as pool:
+    first, second = pool.map(lambda module: module.wrappers.SKLearnClassifier, (keras, tf.keras))
+assert first is second and first.__module__ == "keras.src.wrappers.sklearn_wrapper"
+assert "matplotlib" not in sys.modules
+assert "plot_image_gallery" in dir(keras.visualization)
+assert keras.src.visualization.plot_image_gallery.plt is sys.modules["matplotlib.pyplot"]
+try:
+    keras.wrappers.TorchClassifier
+except AttributeError as error:
+    print(error)
+"""
+
+
+def test_a_training_needs_none_of_them_and_who_uses_them_finds_them(tmp_path):
+    script = tmp_path / "uses.py"  # a file, since AutoGraph looks for the source of functions
+    script.write_text(USES_THEM)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=240
+    )
+    assert done.stdout.splitlines()[-1:] == ["module 'keras.wrappers' has no attribute 'TorchClassifier'"], done.stderr
+    assert Path("run/journal.jsonl").exists()
