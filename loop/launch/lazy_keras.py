@@ -1,6 +1,6 @@
 """Parts of Keras that no training needs are imported when they are first used, and not with Keras.
 
-They import matplotlib and scikit-learn, which takes a third of the time that `import tensorflow` takes.
+They import matplotlib, scikit-learn and pandas, which takes a third of the time that `import tensorflow` takes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-_PARTS = ("keras.visualization", "keras.wrappers", "keras.src.visualization")
+_PARTS = (
+    "keras.visualization", "keras.wrappers", "keras.src.visualization",
+    "keras.src.trainers.data_adapters.array_slicing",  # of Keras's own `fit`, `evaluate` and `predict`
+)  # fmt: skip
 _lock = threading.RLock()  # for the thread that runs the code of a part
 
 

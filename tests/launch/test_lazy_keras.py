@@ -14,12 +14,30 @@ from loop.launch import stderr
 
 with stderr.quiet_start(says=False):
     import keras
+import numpy as np
 import tensorflow as tf
 import loop
-from tests.tasks import Plain
 
-loop.fit(Plain(), steps=1, run_dir="run")
-assert not {"matplotlib", "sklearn"} & set(sys.modules)
+
+class Line(loop.TrainTask):
+    def build_model(self):
+        return keras.Sequential([keras.layers.Dense(1)])
+
+    def build_optimizer(self):
+        return keras.optimizers.SGD(0.1)
+
+    def train_data(self):
+        return loop.ArrayData(np.ones((8, 2), np.float32), np.ones(8, np.float32))
+
+    def compute(self, model, batch, training):
+        return {"loss": tf.square(model(batch[0], training=training)[:, 0] - batch[1])}
+
+
+loop.fit(Line(), steps=1, run_dir="run")
+assert not {"matplotlib", "sklearn", "pandas"} & set(sys.modules)
+model = Line().build_model()
+model.compile("sgd", "mse")
+model.fit(np.ones((8, 2)), np.ones(8), validation_split=0.5, verbose=0)
 with ThreadPoolExecutor(2) as pool:
     first, second = pool.map(lambda module: module.wrappers.SKLearnClassifier, (keras, tf.keras))
 assert first is second and first.__module__ == "keras.src.wrappers.sklearn_wrapper"
