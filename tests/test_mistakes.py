@@ -180,9 +180,10 @@ def test_a_first_mistake_is_one_line_with_the_fix_and_no_step_is_made(name, quie
     assert "\n" not in str(refused.value)
 
 
-def test_a_program_for_tensorflow_1_is_told_what_to_leave_out(quiet):
+@pytest.mark.parametrize("backend", ["single", backends.Backend()], ids=["made later", "made before"])
+def test_a_program_for_tensorflow_1_is_told_what_to_leave_out(backend, quiet):
     with tf.Graph().as_default(), pytest.raises(UsageError, match="eager execution is off: leave out"):
-        fit(Plain(), epochs=1, callbacks=quiet(), run_dir="run")
+        fit(Plain(), epochs=1, callbacks=quiet(), run_dir="run", backend=backend)
     assert not Path("run").exists()
 
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 from callbacks import ShardData
 from loop import backends
 from loop.backends.base import Backend
+from loop.backends.devices import check_is_eager
 from loop.checkpoint.array_files import Json
 from loop.data import ArrayData, Change, Data, RowCounts, evaluation_sets, likely_rows, open_data, unchanged
 from loop.data.host_random import random_state, seed_generators, set_random_state
@@ -203,6 +204,7 @@ def options_and_backend(task: TrainTask, given: Mapping[str, object]) -> tuple[O
     """
     backend = given["backend"]
     if isinstance(backend, Backend):
+        check_is_eager()  # the task's file may be loaded later than the backend, and turn eager execution off
         options = with_defaults(task, {**given, "backend": None})
     else:
         options = with_defaults(task, given)
