@@ -38,6 +38,8 @@ from loop.task import defaults as field_defaults
 SOURCE = "notebook_task.py"
 """The file in the run directory with the cells of a notebook that the task needs."""
 _ERROR = "tfloop: error: "
+_STARTER = "TFLOOP_FIT"
+"""Environment variable of the process that `fit` starts: the id of its parent, in which `fit` was called."""
 
 
 def fit_in_workers(
@@ -57,7 +59,8 @@ def fit_in_workers(
         TrainingError: the training has failed; its messages are shown above.
     """
     forget_inherited_job()  # in a script that a worker has started
-    if job_size() is not None:
+    # A process that trains alone, with `workers=1`, has no job.
+    if job_size() is not None or os.environ.get(_STARTER) == str(os.getppid()):
         raise UsageError(
             f"fit(workers={workers}) in a worker of a job: in a script, call fit below "
             '`if __name__ == "__main__":`, since workers import the file; under a launcher, leave workers out'
@@ -224,6 +227,7 @@ def _train(arguments: list[str]) -> Json:
     # In a trial of a sweep, the variable names the launcher of this process, and the command would end at once: see
     # `die_with_parent`.
     environment.pop(LAUNCHER, None)
+    environment[_STARTER] = str(os.getpid())
     process = start_worker(worker_command(["train", *arguments, "--json"]), environment)
     results: list[str] = []
     stdout = process.stdout

@@ -2,6 +2,8 @@
 
 import math
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from callbacks import Checkpoint, MLflowTracker, standard
 from loop import TrainingError, UsageError, fit
 from loop.run import worker_processes
+from tests.conftest import ROOT
 from tests.tasks import Plain
 
 
@@ -104,3 +107,32 @@ def test_workers_of_a_trial_do_not_take_its_launcher_for_theirs(monkeypatch, tmp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TFLOOP_LAUNCHER", str(os.getppid()))
     assert worker_processes._train(["digits", "--dry-run"])["backend"] == "single"
+
+
+UNGUARDED = """
+from pathlib import Path
+import loop
+from tests.tasks import Plain
+
+Path("starts").open("a").write("x")
+assert Path("starts").stat().st_size < 4
+
+
+class Mine(Plain):
+    pass
+
+
+loop.fit(Mine(), workers={workers})
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_script_whose_workers_would_call_fit_again_is_refused(workers, tmp_path):
+    """Each process imports the file, and with one worker there was no end to it."""
+    (tmp_path / "mine.py").write_text(UNGUARDED.format(workers=workers))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-X", "warm", "mine.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    last = done.stderr.splitlines()[-1]
+    assert 'in a worker of a job: in a script, call fit below `if __name__ == "__main__":`' in last
+    assert len((tmp_path / "starts").read_text()) == 1 + workers
