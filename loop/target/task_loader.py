@@ -15,7 +15,7 @@ from typing import TypeGuard
 
 from callbacks.files import ROOT
 from callbacks.nearest import near_file, nearest
-from callbacks.run_record.redaction import printable, remember
+from callbacks.run_record.redaction import printable, remember, tell
 from loop.errors import UsageError
 from loop.target import task_file
 from loop.target.fields import restored, set_fields
@@ -29,6 +29,8 @@ SHIPPED = {
     "bigger": "Transformer", "mnist": "Mnist",
 }  # fmt: skip
 """The shipped examples, and the task class in each."""
+_importing: list[str] = []
+"""The target whose module is just being imported."""
 
 
 def check(target: str) -> None:
@@ -130,16 +132,29 @@ def find(target: str) -> type[TrainTask]:
         shipped = target
         target = f"{shipped_path(target)}:{SHIPPED[target]}"
     origin, _, name = target.rpartition(":")
-    if origin.endswith(".py"):
-        module = _import_file(Path(origin).resolve(), target, shipped)
-    else:
-        module = _import_module(origin, target)
+    _importing.append(origin)
+    try:
+        if origin.endswith(".py"):
+            module = _import_file(Path(origin).resolve(), target, shipped)
+        else:
+            module = _import_module(origin, target)
+    finally:
+        _importing.pop()
     kind = getattr(module, name, None)
     if _is_task_class(kind):
         return kind
     if kind is not None:
         raise UsageError(f"TARGET {target!r}: {name} isn't a subclass of loop.TrainTask")
     raise task_file.missing_class(target, _tasks_in(module))
+
+
+def warn_of_import() -> None:
+    """Warns of a training that begins because a command imports the module of its task."""
+    if _importing:
+        tell(
+            f"warning: {_importing[-1]} trains as soon as a command imports it, before what the command does: call fit "
+            'below `if __name__ == "__main__":`'
+        )
 
 
 class _FromSource(importlib.machinery.SourceFileLoader):

@@ -1,6 +1,7 @@
 """How a task's file is found and run."""
 
 import os
+import runpy
 import sys
 
 import pytest
@@ -32,6 +33,29 @@ def test_a_file_whose_path_is_not_utf_8_is_refused(tmp_path):
     path.write_text(TASK)
     with pytest.raises(UsageError, match=r"TARGET .*task\\udcff.py: TensorFlow runs no file whose path isn't UTF-8"):
         task_loader.check(f"{path}:Short")
+
+
+TRAINS = """
+from callbacks import standard
+from loop import fit
+from tests.tasks import Plain
+
+
+class Mine(Plain):
+    pass
+
+
+fit(Mine(), steps=1, callbacks=standard(mlflow=None))
+"""
+
+
+def test_a_file_that_trains_as_soon_as_it_is_imported_is_warned_of(tmp_path, capfd):
+    path = tmp_path / "trains.py"
+    path.write_text(TRAINS)
+    task_loader.find(f"{path}:Mine")
+    assert capfd.readouterr().err.count(f"warning: {path} trains as soon as a command imports it") == 1
+    runpy.run_path(str(path), run_name="__main__")
+    assert "as soon as" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
