@@ -32,6 +32,7 @@ def main() -> None:
     given = orders()
     about = next(given, None)
     if about is not None:
+        os.environ[task_loader.STARTER] = str(os.getppid())
         devices.prepare()
         answer_all(given, about)
     os._exit(0)  # at once: threads that read data may still wait

@@ -73,7 +73,7 @@ def _taken(
     stack: contextlib.ExitStack, task: TrainTask, run_dir: str | Path | None, resume: str | Path, backend: Backend
 ) -> Path:
     """On the chief: the run directory, made or checked, and locked until the stack is closed."""
-    task_loader.warn_of_import()
+    task_loader.check_import()
     wait = A_LOOK
     if backend.member and backend.member.generation:
         # A later attempt goes on with the directory of the first one, whatever was asked for.

@@ -29,7 +29,7 @@ from loop.run.result import FitResult, read_weights
 from loop.run.run_directory import new_name
 from loop.run.session import NOT_TRAINED, Session, index_of
 from loop.run.state import assign_model
-from loop.target import cells
+from loop.target import cells, task_loader
 from loop.target.fields import plain, set_fields
 from loop.target.fields import typed as typed_field
 from loop.task import Model, TrainTask, hyperparameters, target_of
@@ -38,8 +38,6 @@ from loop.task import defaults as field_defaults
 SOURCE = "notebook_task.py"
 """The file in the run directory with the cells of a notebook that the task needs."""
 _ERROR = "tfloop: error: "
-_STARTER = "TFLOOP_FIT"
-"""Environment variable of the process that `fit` starts: the id of its parent, in which `fit` was called."""
 
 
 def fit_in_workers(
@@ -60,7 +58,7 @@ def fit_in_workers(
     """
     forget_inherited_job()  # in a script that a worker has started
     # A process that trains alone, with `workers=1`, has no job.
-    if job_size() is not None or os.environ.get(_STARTER) == str(os.getppid()):
+    if job_size() is not None or task_loader.started_by_fit():
         raise UsageError(
             f"fit(workers={workers}) in a worker of a job: in a script, call fit below "
             '`if __name__ == "__main__":`, since workers import the file; under a launcher, leave workers out'
@@ -227,7 +225,7 @@ def _train(arguments: list[str]) -> Json:
     # In a trial of a sweep, the variable names the launcher of this process, and the command would end at once: see
     # `die_with_parent`.
     environment.pop(LAUNCHER, None)
-    environment[_STARTER] = str(os.getpid())
+    environment[task_loader.STARTER] = str(os.getpid())
     process = start_worker(worker_command(["train", *arguments, "--json"]), environment)
     results: list[str] = []
     stdout = process.stdout

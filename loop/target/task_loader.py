@@ -6,6 +6,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import os
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -29,6 +30,8 @@ SHIPPED = {
     "bigger": "Transformer", "mnist": "Mnist",
 }  # fmt: skip
 """The shipped examples, and the task class in each."""
+STARTER = "TFLOOP_FIT"
+"""Environment variable of a process that `fit` starts to import its task: the id of the process that called `fit`."""
 _importing: list[str] = []
 """The target whose module is just being imported."""
 
@@ -148,13 +151,23 @@ def find(target: str) -> type[TrainTask]:
     raise task_file.missing_class(target, _tasks_in(module))
 
 
-def warn_of_import() -> None:
-    """Warns of a training that begins because a command imports the module of its task."""
+def check_import() -> None:
+    """Warns of a training that begins because a command imports the module of its task.
+
+    Raises:
+        UsageError: a `fit` has started this process, in which its task is imported. Another training here would start
+            the next process, without end.
+    """
+    fix = 'call fit below `if __name__ == "__main__":`'
+    if _importing and started_by_fit():
+        raise UsageError(f"{_importing[-1]} calls fit when it is imported, and a call of fit has imported it: {fix}")
     if _importing:
-        tell(
-            f"warning: {_importing[-1]} trains as soon as a command imports it, before what the command does: call fit "
-            'below `if __name__ == "__main__":`'
-        )
+        tell(f"warning: {_importing[-1]} trains as soon as a command imports it, before what the command does: {fix}")
+
+
+def started_by_fit() -> bool:
+    """Whether a `fit` has started this process."""
+    return os.environ.get(STARTER) == str(os.getppid())
 
 
 class _FromSource(importlib.machinery.SourceFileLoader):

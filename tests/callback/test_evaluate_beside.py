@@ -119,6 +119,33 @@ def test_the_history_has_those_of_earlier_attempts_and_none_of_another_run(tmp_p
     assert trained("other", 3, 1000) == [first[0], None, resumed[2]]
 
 
+TRAINS = """
+import loop
+from tests.tasks import Plain
+
+
+class Mine(Plain):
+    pass
+
+
+loop.fit(Mine(), steps=1)
+"""
+
+
+def test_a_file_that_trains_when_it_is_imported_is_refused_in_its_process(tmp_path):
+    """Each training started a process, which imported the file and trained, without end."""
+    (tmp_path / "mine.py").write_text(TRAINS)
+    process = SideProcess("loop.commands.evaluate_beside")
+    try:
+        process.order({"target": f"{tmp_path / 'mine.py'}:Mine", "fields": {}, "device": "cpu", "options": {}})
+        process.order("step-1")
+        answer = process.answer(240)
+    finally:
+        process.end()
+    assert "mine.py calls fit when it is imported, and a call of fit has imported it: call fit below" in answer["error"]
+    assert not Path("runs").exists()
+
+
 def test_its_process_is_heard_by_a_training_with_many_open_files(many_open_files):
     process = SideProcess("json.tool", "--help")  # which ends, and gives no answer
     try:
