@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import keras
@@ -28,7 +29,7 @@ from loop.launch.environment import LAUNCHER
 from loop.monitor.watchdog import Watchdog
 from loop.run import run_directory
 from tests.products import singles
-from tests.tasks import Alarm, Conv, Plain, Streamed, Unweighted, regression
+from tests.tasks import Alarm, Conv, Plain, Streamed, TwoRates, Unweighted, regression
 
 
 class Killed(BaseException):
@@ -485,6 +486,32 @@ def test_accepted_learning_rate_takes_effect(quiet):
     run(0.05, At(3, kill))
     run(0.5, accept_changes=True)
     assert rates == [pytest.approx(0.5)]
+
+
+def two_optimizers(rate):
+    return {"body": keras.optimizers.Adam(0.01), "head": keras.optimizers.Adam(rate)}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "problem"),
+    [
+        (partial(keras.optimizers.Adam, 0.01), partial(keras.optimizers.Adam, 0.25), "ing rate was 0.01, now 0.25"),
+        (partial(keras.optimizers.Adam, 0.01), partial(keras.optimizers.Adamax, 0.01), "r was 'Adam', now 'Adamax'"),
+        (partial(two_optimizers, 0.01), partial(two_optimizers, 0.25), "rate of 'head' was 0.01, now 0.25"),
+    ],
+)  # fmt: skip
+def test_a_change_of_the_optimizer_in_the_code_is_refused_unless_accepted(before, now, problem, quiet):
+    """The rate of the checkpoint took its place without a word, and an Adamax the slots of an Adam."""
+
+    def run(make, epochs, **options):
+        task = TwoRates()
+        task.build_optimizer = make
+        return fit(task, epochs=epochs, run_dir="run", eval_every="never", callbacks=quiet(), **options)
+
+    run(before, 1)
+    with pytest.raises(UsageError, match=problem):
+        run(now, 2)
+    assert run(now, 2, accept_changes=True).epochs == 2
 
 
 def test_accepted_changes_within_the_evaluation_of_an_epoch(quiet):

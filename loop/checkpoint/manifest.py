@@ -137,6 +137,7 @@ _RULES: dict[str, dict[str, tuple[Test, str]]] = {
         "evaluated_sets?": (_by_name(_is_count), "steps by name"),
         "evaluated?": (_by_name(_is_number), "numbers by name"),
         "epoch_ends?": (_is(bool), "true or false"),
+        "optimizers?": (_all(_is(str)), "a list of names"),
         "learning_rates?": (_all(lambda value: value is None or _is_number(value)), "a list of learning rates"),
         "workers?": (lambda value: bool(value) and _all(_is_worker)(value), "a list of workers' states"),
         "journal?": (_is_count, "a number of bytes"),

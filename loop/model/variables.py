@@ -265,11 +265,15 @@ def updates_rows(optimizer: Optimizer) -> bool:
     return type(optimizer) is keras.optimizers.SGD and not any(getattr(optimizer, name) for name in names)
 
 
+def optimizers_of(optimizer: Optimizer) -> list[Optimizer]:
+    """An optimizer, or those of a dict of them, as a list."""
+    return list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
+
+
 def learning_rates(optimizer: Optimizer) -> list[float | None]:
     """The learning rate of an optimizer, or of each of a dict of them; None for a schedule."""
-    optimizers = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
     rates: list[float | None] = []
-    for member in optimizers:
+    for member in optimizers_of(optimizer):
         # `learning_rate` of a schedule is its value at this step; the attribute holds the schedule itself.
         rate = getattr(member, "_learning_rate", member.learning_rate)
         if callable(rate):

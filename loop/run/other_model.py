@@ -1,13 +1,20 @@
-"""Checkpoints with another number of variables than the task builds: what they have in common, or why they don't fit.
+"""Checkpoints of another model or optimizer than the task builds: what they have in common, or why they don't fit.
 
 Before 0.2.0, a weight that layers of a plain tf.Module share was in a checkpoint as often as it is shared.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from loop.checkpoint.array_files import Json
+
+if TYPE_CHECKING:
+    from loop.run.session import Session
 
 
 def each_once(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -35,3 +42,28 @@ def other_number(kind: str, own: int, tensors: Mapping[str, np.ndarray]) -> str:
             "another run directory"
         )
     return f"{problem}give the task that was trained, or another run directory"
+
+
+def optimizer_settings(state: Json, session: Session) -> dict[str, tuple[object, object]]:
+    """Class and learning rate of each optimizer, in a checkpoint and as the task sets them now.
+
+    They may be in the task's code alone, so that no field tells of a change. Without this, the restored rate would take
+    the place of the new one, and an optimizer would take the slots of another one that has as many.
+    """
+    optimizer = session.built.optimizer
+    names = [f" of {name!r}" for name in optimizer] if isinstance(optimizer, dict) else [""]
+    pairs: dict[str, tuple[object, object]] = {}
+    # An older version of tfloop has recorded fewer of them.
+    for name, before, now in zip(names, state.get("optimizers", []), session.optimizer_classes, strict=False):
+        pairs[f"the optimizer{name}"] = (before, now)
+    for name, old, new in zip(names, state.get("learning_rates", []), session.learning_rates, strict=False):
+        pairs[f"the learning rate{name}"] = (_shown_rate(old), _shown_rate(new))
+    return pairs
+
+
+def _shown_rate(rate: float | str | None) -> float | str:
+    """A learning rate with the digits that it was written with: it is recorded as that of a float32."""
+    if rate is None:
+        return "a schedule"
+    number = float(str(np.float32(rate)))
+    return number if math.isfinite(number) else str(number)

@@ -26,6 +26,7 @@ from loop.errors import TrainingError, UsageError
 from loop.launch.environment import start_timeout
 from loop.options import KEPT
 from loop.run import integrity, trust
+from loop.run.other_model import optimizer_settings
 from loop.run.phases import recorded_batch_size
 from loop.run.run import Run
 from loop.run.session import index_of
@@ -315,7 +316,7 @@ def _compare(run: Run, path: Path, state: Json) -> list[str]:
     now = redact(run.info)
     if before["task"] != now["task"]:
         raise UsageError(f"{path} is of the task {before['task']!r}, not {now['task']!r}: give another run directory")
-    # What decides the result: options, fields and phases.
+    # What decides the result: options, fields, phases and optimizers.
     pairs: Pairs = {}
     for name in KEPT:
         if name in before["options"]:  # an older version of tfloop may not have had it
@@ -326,6 +327,8 @@ def _compare(run: Run, path: Path, state: Json) -> list[str]:
     for name in dict.fromkeys([*old_fields, *new_fields]):  # a field of either, once
         pairs[f"the field {name}"] = (old_fields.get(name), new_fields.get(name))
     pairs |= _phases(before.get("phases"), now.get("phases"), index_of(state, run.task))
+    if not run.plan.named:  # else the checkpoint may be of a later phase than the session is in, with other optimizers
+        pairs |= optimizer_settings(state, run.session)
 
     changed = differences(pairs)
     if changed and not run.options["accept_changes"]:

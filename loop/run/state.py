@@ -26,6 +26,7 @@ from loop.model.variables import (
     as_tf,
     carried_variables,
     optimizer_variables,
+    optimizers_of,
     trainable_variables,
     variable_names,
 )
@@ -105,6 +106,7 @@ def snapshot(
         "epoch_metrics": run.step.metric_names(),
         **run.epoch.stored_evaluations(),
         "epoch_ends": run.epoch.ended,
+        "optimizers": run.session.optimizer_classes,
         "learning_rates": jsonable(run.session.learning_rates),
         "layout": run.step.data.train.layout,
         "run": redact(run.info),
@@ -252,7 +254,7 @@ def adopt(run: Run, state: Json) -> None:
     # epochs, the position is already that of the new one, with no step.
     if run.epoch.ended and run.progress.step_in_epoch and steps_per_epoch is not None:
         run.progress.step_in_epoch = steps_per_epoch
-    optimizers = run.optimizer.values() if isinstance(run.optimizer, dict) else [run.optimizer]
+    optimizers = optimizers_of(run.optimizer)
     learning_rates = run.session.learning_rates
     # Only a rate that the task has changed since. Otherwise the restored one stays, which a callback may have changed.
     for optimizer, before, now in zip(optimizers, state["learning_rates"], learning_rates, strict=False):
