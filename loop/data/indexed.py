@@ -70,7 +70,10 @@ class IndexedData:
         on_bad_example: str = "stop",
     ) -> None:
         if map is not None and not callable(map):
-            raise UsageError(f"IndexedData(map={map!r}): give a function of an example")
+            raise UsageError(
+                f"IndexedData(map={type(map).__name__}(...)): give a function of an example; several sources go into "
+                "one tuple: IndexedData((inputs, labels))"
+            )
         if on_bad_example not in ("stop", "skip"):
             raise UsageError(f"IndexedData(on_bad_example={on_bad_example!r}): give 'stop' or 'skip'")
         self.padding = as_padding(padding)

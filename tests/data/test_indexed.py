@@ -752,6 +752,10 @@ def _of_lengths(lengths):
         (lambda: _of_lengths(lambda index: np.array([7])), r"array\(\[7\]\) for example 0: give its length"),
         (lambda: _of_lengths(lambda index: len(Text()[index]) - 6 * (index == 3)), "-[0-9] for example 3: give its"),
         (lambda: _of_lengths([-1] * 15), "-1 for example 0: give its length"),
+        (
+            lambda: loop.IndexedData(INPUTS, LABELS),
+            r"map=ndarray.*: .* into one tuple: IndexedData\(",
+        ),
         (lambda: loop.IndexedData(INPUTS).take(-1), "give a number of examples"),
         (lambda: loop.IndexedData(INPUTS).filter([True]), "one bool for each example"),
         (lambda: loop.IndexedData(INPUTS).split(2), "between 0 and 1"),
