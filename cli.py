@@ -120,7 +120,9 @@ def main() -> None:
         tell(f"stopped by {signal.Signals(heard[0]).name}")
     tell_if_closed()
     # Output that could not be written, such as to a full disk, is a failure of the command.
-    sys.exit(code if command_line.flushed() else code or FAILED)
+    code = code if command_line.flushed() else code or FAILED
+    command_line.outlast_threads(code)
+    sys.exit(code)
 
 
 # All is loaded: from here on, Ctrl-C raises `KeyboardInterrupt`, as in other programs.

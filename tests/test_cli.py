@@ -81,6 +81,19 @@ def test_ctrl_c_while_all_is_loaded_ends_it_without_a_word():
         assert (done.returncode, done.stderr) == (expected, "")
 
 
+def test_a_thread_of_the_task_does_not_keep_the_command_alive():
+    code = (
+        "import sys, threading, cli\n"
+        "cli.command_line._PAUSE = cli.command_line._PATIENCE = 0\n"
+        "threading.Thread(target=threading.Event().wait, name='loader').start()\n"
+        "sys.argv = ['tfloop', 'nonsense']\n"
+        "cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 2
+    assert "for threads that still run: 'loader'. Have the task" in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "unbuffered"), [(["runs", "--json"], ""), (["runs", "--json"], "1"), (["--help"], "")]

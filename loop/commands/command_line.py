@@ -10,6 +10,8 @@ import os
 import re
 import reprlib
 import sys
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +33,10 @@ _OF_PARSER = {
     r"^Got unexpected extra argument\(s\) \((.*)\)$": r"\1: the command takes no more arguments: leave it out",
 }
 """What the parser of the command line says, and what tfloop says instead."""
+_PAUSE = 1.0
+"""Seconds that threads have to end before they are named."""
+_PATIENCE = 600.0
+"""Seconds after which the process ends without threads that were named."""
 
 
 def check(words: Sequence[str]) -> None:
@@ -212,6 +218,36 @@ def flushed(is_reported: bool = True) -> bool:
             say(f"stdout can't be written ({error.strerror}): what the command has done stands, what it tells is lost")
         return False
     return True
+
+
+def outlast_threads(code: int) -> None:
+    """Has the process end with this exit code, also if threads of the task's code don't: Python would wait for them."""
+    if _other_threads():
+        threading.Thread(target=_outlast, args=(code,), daemon=True).start()
+
+
+def _other_threads() -> list[str]:
+    """The names of the threads for which Python waits at its end."""
+    main = threading.main_thread()
+    return [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
+
+
+def _outlast(code: int) -> None:
+    # Not `join`, whose lock may be in the way of the main thread's end.
+    while threading.main_thread().is_alive():
+        time.sleep(_PAUSE)
+    time.sleep(_PAUSE)
+    names = ", ".join(map(repr, _other_threads()))
+    if not names:  # the last one has just ended, and the process ends by itself
+        return
+    tell(
+        f"warning: waiting up to {_PATIENCE / 60:g} min for threads that still run: {names}. Have the task end "
+        "them, or start them with daemon=True"
+    )
+    time.sleep(_PATIENCE)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(code)
 
 
 def _wrong_usage(error: Any) -> str:
