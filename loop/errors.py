@@ -84,4 +84,12 @@ def message_of(error: BaseException) -> str:
     """
     if isinstance(error, KeyError) and error.args:  # its text is the key alone
         return f"no {error.args[0]!r:.{LONGEST}}"
-    return in_a_line(str(error)) or type(error).__name__
+    return in_a_line(text_of(error)) or type(error).__name__
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an error; of one whose own `__str__` raises, why it has none."""
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"its __str__ raises {type(broken).__name__}"

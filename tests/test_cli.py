@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from callbacks.run_record.redaction import as_typed, mask
-from loop.commands.command_line import written_out
+from loop.commands.command_line import report_error, written_out
 from tests.conftest import ROOT, TFLOOP, tfloop
 
 TASK = """
@@ -79,6 +79,15 @@ def test_ctrl_c_while_all_is_loaded_ends_it_without_a_word():
     for name, expected in (("typer", 130), ("loop.commands.command_line", 130), ("none", 0)):
         done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, cwd=ROOT, timeout=240)
         assert (done.returncode, done.stderr) == (expected, "")
+
+
+def test_an_error_whose_text_raises_is_one_line(capfd):
+    class Mute(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    assert report_error(Mute()) == 1
+    assert capfd.readouterr().err.startswith("tfloop: error: Mute: its __str__ raises RuntimeError (")
 
 
 def test_a_thread_of_the_task_does_not_keep_the_command_alive():

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from callbacks.files import ROOT
-from loop.errors import named
+from loop.errors import named, text_of
 
 DEBUG = "TFLOOP_DEBUG"
 """With this variable in the environment, which `--debug` sets, the whole traceback is shown instead."""
@@ -41,7 +41,7 @@ def place(error: BaseException) -> str:
         places.append((frame.filename, str(frame.lineno), frame.name))
     # AutoGraph runs a copy of the user's code; it keeps the original lines here until it raises an error of its own.
     metadata = getattr(error, "ag_error_metadata", None)
-    places += _PLACE.findall(metadata.get_message() if metadata else str(error))
+    places += _PLACE.findall(metadata.get_message() if metadata else text_of(error))
     for file, line, name in reversed(places):  # the innermost call is last
         if _is_users(file):
             return f"{_short(file)}, line {int(line)}, in {name}"
