@@ -253,6 +253,13 @@ def test_a_dry_run_goes_without_the_checkpoints_and_the_tracker_of_the_task(dry,
     assert dry("mine.py:Tracked")["steps"] == 2
 
 
+def test_a_dry_run_promises_nothing_that_it_removes(command, tmp_path):
+    code, _, err = command("train", "tests.tasks:Unweighted", "--set", "rate=nan", "--dry-run")
+    assert code == 1
+    assert "step 2 (epoch 1): not finite" in err
+    assert "replay" not in err
+
+
 # overfit
 
 

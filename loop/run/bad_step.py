@@ -32,6 +32,9 @@ def keep_bad_step(run: Run, skipped: bool) -> str:
     Returns:
         A note for the user; "" if the step isn't kept.
     """
+    # The directory of a dry run or a trial is removed at its end.
+    if any(getattr(callback, "alone", False) for callback in run.callbacks.values()):
+        return ""
     progress = run.progress
     directory = run.directory / "bad"
     counted = 1 if skipped else 0  # a skipped step has been counted; one that ended the run hasn't
