@@ -487,8 +487,20 @@ def test_who_removes_a_run_in_a_store_is_asked_about_its_url(tmp_path, monkeypat
     monkeypatch.setattr("typer.confirm", lambda text: True)
     copy = runs.locate(runs.ROOT, url, checkpoints=False)
     assert not (copy / "checkpoints").exists()
-    _confirm_removal([copy])
+    assert runs.to_remove(copy.parent, copy.name) == url
+    _confirm_removal([url])
     assert capsys.readouterr().out == f"{url}\n"
+
+
+def test_what_an_interrupted_removal_has_left_in_a_store_can_be_removed(tmp_path, monkeypatch, command):
+    """Its state goes last, and the command asked for the objects that were gone."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "machine"))
+    url = address.read_url(f"file://{tmp_path}/disk/run")
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+    shutil.rmtree(tmp_path / "disk/run/data")
+    assert command("runs", "rm", "--yes", url)[0] == 0
+    assert command("runs", "rm", "--yes", url) == (2, "", f"tfloop: error: {url}: no run there\n")
 
 
 def test_who_only_looks_leaves_no_directory_at_a_url(tmp_path, command):

@@ -347,16 +347,27 @@ def deliver(url: str) -> bool:
     return bool(read_json(directory.parent / address.ABOUT).get("delivered"))
 
 
+def bucket_of(url: str) -> Bucket:
+    """The bucket of a run.
+
+    Raises:
+        NoRunError: there is no run.
+        StoreError: the store doesn't answer.
+    """
+    bucket = Bucket(url)
+    if believed(bucket) is None:
+        raise NoRunError(f"{url}: no run there")
+    return bucket
+
+
 def remove(url: str) -> None:
-    """Removes a run from the store, and what this machine has of it.
+    """Removes a run from the store, and what this machine has of it. Files of it may be missing there.
 
     Raises:
         NoRunError: there is no run.
         UsageError: it is under way.
     """
-    bucket = Bucket(url)
-    if believed(bucket) is None:
-        raise NoRunError(f"{url}: no run there")
+    bucket = bucket_of(url)
     lease = _taken(bucket)
     assert lease.state is not None
     bucket.delete(bucket.keys("data"))

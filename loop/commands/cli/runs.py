@@ -85,16 +85,16 @@ def remove_runs(
     """Remove runs with all that is in their directories; asks first. What MLflow has stays."""
     folder = root or context.obj
     # Two names may mean the same run, which is removed once.
-    paths = list(dict.fromkeys(runs.locate(folder, name, checkpoints=False) for name in names))
+    found = list(dict.fromkeys(runs.to_remove(folder, name) for name in names))
     # All are checked before the first one is removed.
-    for path in paths:
-        runs.check_removable(path, folder)
+    for run in found:
+        runs.check_removable(run, folder)
     if not yes:
-        _confirm_removal(paths)
+        _confirm_removal(found)
     # What can't be removed is reported at the end, so that it doesn't keep the other runs.
     left: list[str] = []
-    for path in paths:
-        left += runs.remove(path)
+    for run in found:
+        left += runs.remove(run)
     if left:
         some = "; ".join(left[:3])
         if len(left) > 3:
@@ -102,16 +102,15 @@ def remove_runs(
         raise TrainingError(f"not all could be removed; left: {some}")
 
 
-def _confirm_removal(paths: list[Path]) -> None:
+def _confirm_removal(found: list[Path | str]) -> None:
     """Shows what is to be removed, and asks; ends the command unless the answer is yes."""
     if not sys.stdin.isatty():
         raise UsageError("runs rm asks first, and there is no terminal: give --yes")
     # A directory that came from elsewhere may have control characters in its name.
-    for path in paths:
-        # What is removed of a run in a store is the run there, of which the copy here is a part.
-        url = address.url_of_copy(path)
-        terminal.write([printable(url) if url else f"{printable(str(path))}  {size(runs.size(path))}"])
-    if not typer.confirm(f"Remove {'it' if len(paths) == 1 else f'these {len(paths)}'}?"):
+    for run in found:
+        bytes_here = "" if isinstance(run, str) else f"  {size(runs.size(run))}"
+        terminal.write([f"{printable(str(run))}{bytes_here}"])
+    if not typer.confirm(f"Remove {'it' if len(found) == 1 else f'these {len(found)}'}?"):
         raise typer.Exit(0)
 
 

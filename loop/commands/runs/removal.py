@@ -12,15 +12,32 @@ from callbacks.files import FileError, expanded
 from callbacks.run_record.record import ABOUT, LOCK, is_run, printable, read_about, under_way
 from loop.checkpoint.lock import locked
 from loop.checkpoint.store import address
+from loop.commands.runs.directories import locate
 from loop.errors import UsageError
 
 
-def check_removable(path: Path, root: Path) -> None:
-    """Checks that a directory may be removed.
+def to_remove(root: Path, name: str) -> Path | str:
+    """The directory of a run, or the URL of one in a store, which may be damaged: it needn't be copied for that."""
+    if address.is_url(name):
+        return address.read_url(name)
+    path = locate(root, name, checkpoints=False)
+    # Of a copy, the run in the store is meant.
+    return address.url_of_copy(path) or path
+
+
+def check_removable(path: Path | str, root: Path) -> None:
+    """Checks that a directory, or what is at a URL, may be removed.
 
     Raises:
-        UsageError: there is something else than one run in it, or the run is under way.
+        UsageError: there is something else than one run in it, or the run is under way; of one in a store, `remove`
+            finds that out.
+        StoreError: the store doesn't answer.
     """
+    if isinstance(path, str):
+        from loop.checkpoint.store import copies  # which loads NumPy
+
+        copies.bucket_of(path)
+        return
     shown = printable(str(path))
     about = read_about(path)
     if path.is_symlink():  # its name would go, and the run would stay
@@ -49,17 +66,16 @@ def size(path: Path) -> int:
     return total
 
 
-def remove(path: Path) -> list[str]:
-    """Removes a run directory, its `run.json` last: what is left of it can be removed later.
+def remove(path: Path | str) -> list[str]:
+    """Removes a run in a store, or a run directory, its `run.json` last: what is left of it can be removed later.
 
     Returns:
         What could not be removed, and why.
     """
-    # A copy of a run in a store: what is meant is the run there.
-    if url := address.url_of_copy(path):
-        from loop.checkpoint.store import copies  # which loads NumPy
+    if isinstance(path, str):
+        from loop.checkpoint.store import copies
 
-        copies.remove(url)
+        copies.remove(path)
         return []
     left: list[str] = []
 
