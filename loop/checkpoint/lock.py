@@ -55,8 +55,9 @@ def _writing(directory: Path) -> Iterator[None]:
     except files.UnsafeFileError as error:
         raise UsageError(str(error)) from None
     except OSError as error:
+        how = "make room in it" if error.errno in files.FULL else "make it writable"
         raise UsageError(
-            f"the run directory {directory} can't be written ({error.strerror}): make room in it, or give another one"
+            f"the run directory {directory} can't be written ({error.strerror}): {how}, or give another one"
         ) from None
 
 

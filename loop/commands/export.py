@@ -91,7 +91,7 @@ def export(
     except OSError as error:
         if error.errno in FULL:  # no bad input: the command line says what to do
             raise OSError(error.errno, error.strerror, str(out)) from None
-        raise UsageError(f"{out} can't be written ({error.strerror or error})") from None
+        raise UsageError(f"{out} can't be written ({error.strerror or error}): give another name") from None
     except tf.errors.OpError as error:  # TensorFlow writes a SavedModel itself, and tells no number
         for number in FULL:
             if os.strerror(number) in str(error):

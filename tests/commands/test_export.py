@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 import resource
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -192,6 +193,8 @@ def test_plain_module(trained, tmp_path):
     export(Plain(), run, tmp_path / "saved", check=False)
     loaded = tf.saved_model.load(str(tmp_path / "saved"))
     np.testing.assert_allclose(loaded.serve(INPUTS), INPUTS @ loaded.model.w + loaded.model.b, atol=1e-6)
+    with pytest.raises(UsageError, match=r"^/proc/w.npz can't be written \(.*\): give another name$"):
+        export(None, run, Path("/proc/w.npz"))
     with pytest.raises(UsageError, match=r"plain tf\.Module, not a Keras model"):
         export(Plain(), run, tmp_path / "m.keras")
 

@@ -614,15 +614,18 @@ def test_what_is_another_users(run, tmp_path):
     (run / "journal.jsonl").chmod(0o600)  # which stays root's
     (closed / "checkpoints").chmod(0)
     (protected / "checkpoints").chmod(0o555)
+    mine = shutil.copytree(run, tmp_path / "mine")  # root's
+    denied = "can't be written (Permission denied)"
     said = as_another_user(
         tmp_path, lambda: prepare(run), lambda: prepare(closed), lambda: runs.checkpointed(closed),
-        lambda: prepare(protected),
+        lambda: prepare(protected), lambda: runs.remove(mine),
     )  # fmt: skip
     assert said == [
-        "tfloop: error: journal.jsonl can't be written (Permission denied): give another run directory", "2",
+        f"tfloop: error: journal.jsonl {denied}: give another run directory", "2",
         "tfloop: error: checkpoints can't be read (Permission denied)", "2",
         "tfloop: error: checkpoints can't be read (Permission denied)", "2",
         "tfloop: error: checkpoints can't be written: make it writable, or give another run directory", "2",
+        f"tfloop: error: the run directory mine {denied}: make it writable, or give another one", "2",
     ]  # fmt: skip
 
 
