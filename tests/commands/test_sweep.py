@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import signal
+import sqlite3
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
+import optuna
 import pytest
 
 import callbacks
@@ -331,6 +333,22 @@ def test_a_sweep_goes_on_by_its_directory(command, trial):
     code, _, err = command("sweep", directory)
     assert code == 2
     assert re.fullmatch(r"tfloop: error: \S+/study.db can't be used \(.*\): give another --sweep-dir\n", err), err
+
+
+def test_a_full_disk_of_the_storage_is_told_as_such(monkeypatch):
+    """It was a value that may be too long, or a reason for another directory, which may be on the same disk."""
+
+    def create_study(**arguments):
+        database = sqlite3.connect(":memory:")
+        database.execute("PRAGMA max_page_count = 1")  # SQLite takes no second page, as on a full disk
+        try:
+            database.execute("CREATE TABLE trials (number)")
+        except sqlite3.OperationalError as error:
+            raise optuna.exceptions.StorageInternalError("typically due to exceeding max length") from error
+
+    monkeypatch.setattr(optuna, "create_study", create_study)
+    with pytest.raises(OSError, match=r"No space left on device: .*/swept/study.db"):
+        swept(plan(["x=0.1,0.3"]))
 
 
 def test_what_is_typed_and_what_a_file_says_reach_the_trials(command):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,6 +97,28 @@ class Study:
         self._study.sampler = kind(seed=int.from_bytes(digest[:4], "big"))  # NumPy takes seeds of 32 bits
 
 
+@contextlib.contextmanager
+def naming_full_disk(directory: Path) -> Iterator[None]:
+    """Within it, an error of the storage on a full disk becomes the system's own, which names the file.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not _is_full(error):
+            raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory / STORAGE)) from None
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether SQLite has found a full disk. Optuna says of its error that some value may be too long."""
+    while error is not None and "database or disk is full" not in str(error):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 def _open(directory: Path, plan: Plan) -> optuna.Study:
     """Opens the sweep in Optuna's storage, or creates it."""
     import optuna
@@ -106,6 +131,8 @@ def _open(directory: Path, plan: Plan) -> optuna.Study:
             direction=plan.direction, pruner=pruner,
         )  # fmt: skip
     except Exception as error:  # of the database or of Optuna: the file is damaged, or something else
+        if _is_full(error):
+            raise
         what = str(error).splitlines()[0]
         raise UsageError(f"{directory / STORAGE} can't be used ({what}): give another --sweep-dir") from None
 

@@ -22,7 +22,7 @@ from loop.commands.sweep.directory import about_sweep, begin, journal_line, writ
 from loop.commands.sweep.plan import Plan, Range, space
 from loop.commands.sweep.process import TrialProcess, trial_directory
 from loop.commands.sweep.report import Report, set_options
-from loop.commands.sweep.study import Study, typed_values
+from loop.commands.sweep.study import Study, naming_full_disk, typed_values
 from loop.commands.sweep.table import Table
 from loop.commands.trial import reason
 from loop.errors import PREEMPTED, UsageError
@@ -59,7 +59,8 @@ def sweep(
         begin(where, about)
         # Only now: a directory of another sweep was refused before. The same plan that `run.json` has, for `reopened`.
         trust.note(where, plan.target, redact(about)["sweep"])
-        return _Trials(where, plan, about, fields, jobs, stream or sys.stderr).run()
+        with naming_full_disk(where):
+            return _Trials(where, plan, about, fields, jobs, stream or sys.stderr).run()
 
 
 class _Trials:
