@@ -6,12 +6,13 @@ Before 0.2.0, a weight that layers of a plain tf.Module share was in a checkpoin
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from loop.checkpoint.array_files import Json
+from loop.errors import UsageError
 
 if TYPE_CHECKING:
     from loop.run.session import Session
@@ -42,6 +43,26 @@ def other_number(kind: str, own: int, tensors: Mapping[str, np.ndarray]) -> str:
             "another run directory"
         )
     return f"{problem}give the task that was trained, or another run directory"
+
+
+def check_order(names: Iterable[str], stored: Iterable[str]) -> None:
+    """Refuses a model with the same names of variables in another order: each is given the value at its place.
+
+    Raises:
+        UsageError: the order is another one; the message names the first variable.
+    """
+    pairs = [(own, other) for own, other in zip(names, stored, strict=False) if own.startswith("model/")]
+    own_names = [own.partition(":")[2] for own, _ in pairs]
+    other_names = [other.partition(":")[2] for _, other in pairs]
+    # Other names say nothing: Keras numbers them by what else a process has built.
+    if len(set(own_names)) < len(own_names) or set(own_names) != set(other_names):
+        return
+    for own_name, other_name in zip(own_names, other_names, strict=True):
+        if own_name != other_name:
+            raise UsageError(
+                f"the task builds the variable {own_name} where the checkpoint has {other_name}, and values are given "
+                "by order: make layers and variables in the order of the task that was trained"
+            )
 
 
 def optimizer_settings(state: Json, session: Session) -> dict[str, tuple[object, object]]:

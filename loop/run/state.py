@@ -31,7 +31,7 @@ from loop.model.variables import (
     variable_names,
 )
 from loop.monitor import fault_injection
-from loop.run.other_model import each_once, other_number
+from loop.run.other_model import check_order, each_once, other_number
 from loop.run.phases import recorded_batch_size
 from loop.run.progress import Progress
 from loop.step.build import BuiltModel
@@ -368,6 +368,7 @@ def assign(variables: Mapping[str, Variable], tensors: Arrays) -> None:
     for kind in own | stored:
         if own[kind] != stored[kind]:
             raise UsageError(other_number(kind, own[kind], split(tensors, f"{kind}/")[0]))
+    check_order(variables, tensors)
     # By position: the names that Keras gives depend on what else a process has built.
     for (name, variable), (other, value) in zip(variables.items(), tensors.items(), strict=True):
         # A variable may leave a size open, as shape=[None] does: it takes the value of any size.

@@ -47,6 +47,34 @@ def test_shared_weights_of_an_earlier_version(quiet, tmp_path, monkeypatch):
     assert evaluate(Task(), tmp_path)["eval_loss"] == pytest.approx(before.metrics["eval_loss"])
 
 
+class Towers(Task):
+    """Two layers of one shape, with names of their own."""
+
+    names = ("left", "right")
+
+    def build_model(self):
+        inputs = keras.Input((3,))
+        left, right = (keras.layers.Dense(1, name=name)(inputs) for name in self.names)
+        return keras.Model(inputs, left - right)
+
+    def compute(self, model, batch, training):
+        return {"loss": tf.square(model(batch, training=training)[:, 0] - 1)}
+
+
+def test_layers_in_another_order_are_refused(quiet, tmp_path):
+    """Each had the weights of the other, without a word."""
+    task = Towers()
+    fit(task, run_dir=tmp_path, callbacks=quiet())
+    task.names = ("right", "left")
+    refused = "builds the variable right/kernel where the checkpoint has left/kernel"
+    with pytest.raises(UsageError, match=refused):
+        fit(task, epochs=2, run_dir=tmp_path, callbacks=quiet())
+    with pytest.raises(UsageError, match=refused):
+        evaluate(task, tmp_path)
+    task.names = ("one", "two")  # as another process may number them
+    assert fit(task, epochs=2, run_dir=tmp_path, callbacks=quiet()).steps == 2
+
+
 class Growing(Task):
     """Its model has a variable whose size is open."""
 
