@@ -121,7 +121,7 @@ def main() -> None:
     tell_if_closed()
     # Output that could not be written, such as to a full disk, is a failure of the command.
     code = code if command_line.flushed() else code or FAILED
-    command_line.outlast_threads(code)
+    command_line.tell_of_threads()
     sys.exit(code)
 
 

@@ -90,17 +90,20 @@ def test_an_error_whose_text_raises_is_one_line(capfd):
     assert capfd.readouterr().err.startswith("tfloop: error: Mute: its __str__ raises RuntimeError (")
 
 
-def test_a_thread_of_the_task_does_not_keep_the_command_alive():
+def test_a_thread_of_the_task_that_the_end_waits_for_is_named():
     code = (
         "import sys, threading, cli\n"
-        "cli.command_line._PAUSE = cli.command_line._PATIENCE = 0\n"
-        "threading.Thread(target=threading.Event().wait, name='loader').start()\n"
+        "cli.command_line._PAUSE = 0\n"
+        "threading.Thread(target=sys.stdin.read, name='loader').start()\n"
         "sys.argv = ['tfloop', 'nonsense']\n"
         "cli.main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.returncode == 2
-    assert "for threads that still run: 'loader'. Have the task" in done.stderr
+    pipes = dict.fromkeys(("stdin", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", code], text=True, cwd=ROOT, **pipes) as process:
+        process.stderr.readline()  # the error
+        assert process.stderr.readline().startswith("waiting for threads that still run: 'loader'. Have the task end")
+        process.stdin.close()
+        assert process.wait(60) == 2
 
 
 @pytest.mark.slow

@@ -35,8 +35,6 @@ _OF_PARSER = {
 """What the parser of the command line says, and what tfloop says instead."""
 _PAUSE = 1.0
 """Seconds that threads have to end before they are named."""
-_PATIENCE = 600.0
-"""Seconds after which the process ends without threads that were named."""
 
 
 def check(words: Sequence[str]) -> None:
@@ -220,10 +218,10 @@ def flushed(is_reported: bool = True) -> bool:
     return True
 
 
-def outlast_threads(code: int) -> None:
-    """Has the process end with this exit code, also if threads of the task's code don't: Python would wait for them."""
+def tell_of_threads() -> None:
+    """Names the threads of the task's code that still run when the command is over: Python waits for them."""
     if _other_threads():
-        threading.Thread(target=_outlast, args=(code,), daemon=True).start()
+        threading.Thread(target=_tell_of_threads, daemon=True).start()
 
 
 def _other_threads() -> list[str]:
@@ -232,22 +230,14 @@ def _other_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
 
 
-def _outlast(code: int) -> None:
+def _tell_of_threads() -> None:
     # Not `join`, whose lock may be in the way of the main thread's end.
     while threading.main_thread().is_alive():
         time.sleep(_PAUSE)
     time.sleep(_PAUSE)
-    names = ", ".join(map(repr, _other_threads()))
-    if not names:  # the last one has just ended, and the process ends by itself
-        return
-    tell(
-        f"warning: waiting up to {_PATIENCE / 60:g} min for threads that still run: {names}. Have the task end "
-        "them, or start them with daemon=True"
-    )
-    time.sleep(_PATIENCE)
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-    os._exit(code)
+    # The last one may have just ended: then the process ends by itself.
+    if names := ", ".join(map(repr, _other_threads())):
+        tell(f"waiting for threads that still run: {names}. Have the task end them, or start them with daemon=True")
 
 
 def _wrong_usage(error: Any) -> str:

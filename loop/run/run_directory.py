@@ -327,7 +327,10 @@ def _compare(run: Run, path: Path, state: Json) -> list[str]:
     for name in dict.fromkeys([*old_fields, *new_fields]):  # a field of either, once
         pairs[f"the field {name}"] = (old_fields.get(name), new_fields.get(name))
     pairs |= _phases(before.get("phases"), now.get("phases"), index_of(state, run.task))
-    if not run.plan.named:  # else the checkpoint may be of a later phase than the session is in, with other optimizers
+    # A checkpoint of a later phase than the session's may have other optimizers. A later attempt of an elastic job has
+    # the same code; its learning rate may be multiplied by the number of workers.
+    later_attempt = run.backend.member is not None and bool(run.backend.member.generation)
+    if not run.plan.named and not later_attempt:
         pairs |= optimizer_settings(state, run.session)
 
     changed = differences(pairs)
