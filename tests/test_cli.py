@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from callbacks.run_record.redaction import as_typed, mask
+from loop import IndexedData
 from loop.commands.command_line import report_error, written_out
+from loop.data.examples import unusable
 from tests.conftest import ROOT, TFLOOP, tfloop
 
 TASK = """
@@ -590,3 +592,17 @@ def test_ui_asks_mlflow_for_one_process_without_jobs_unless_told_otherwise(own, 
     assert arguments[1:4] == ["-m", "mlflow", "ui"]
     assert environment["MLFLOW_WORKERS"] == own.get("MLFLOW_WORKERS", "1")
     assert not jobs
+
+
+def test_a_map_that_fails_is_told_with_its_line(capsys):
+    """The line named the example and the error, and not where in the user's code it came from."""
+
+    def broken(example):
+        raise ValueError("no label")
+
+    [error] = IndexedData(np.zeros([3, 2]), map=broken).reader.read(np.arange(1), np.zeros([1, 2], np.int64))
+    assert report_error(unusable(0, error)) == 1
+    told = capsys.readouterr().err
+    assert re.search(
+        r"example 0 can't be read: ValueError: no label \(.*test_cli.py, line \d+, in broken\)$", told.strip()
+    )

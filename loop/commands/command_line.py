@@ -153,7 +153,7 @@ def report_error(error: BaseException) -> int:
     """Says on stderr why a command failed, and returns its exit code."""
     # Errors that tfloop expects: their text says what to do.
     if isinstance(error, UsageError | TrainingError | FileError):
-        _say_once(str(error))
+        _say_once(_with_place(error))
         return FAILED if isinstance(error, TrainingError | MovedError) else BAD_INPUT
     if hasattr(error, "format_message"):  # typer's own, whose classes have no public name
         tell(_wrong_usage(error))
@@ -172,6 +172,13 @@ def report_error(error: BaseException) -> int:
     else:
         _say_once(_in_a_line(error))
     return FAILED
+
+
+def _with_place(error: BaseException) -> str:
+    """The text of an error of tfloop's; and the line of the user's code whose failure has caused it."""
+    cause = error.__cause__
+    where = explain.place(cause) if cause is not None and isinstance(error, TrainingError) else ""
+    return f"{error} ({where})" if where else str(error)
 
 
 def _say_once(text: str) -> None:

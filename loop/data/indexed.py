@@ -17,7 +17,7 @@ from loop.data.graph_map import is_graph, on_tensors
 from loop.data.joined import known_lengths
 from loop.data.padding import FillValues, Padding, as_padding
 from loop.data.random_access import Source, reader_of
-from loop.errors import UsageError
+from loop.errors import TrainingError, UsageError, named
 from loop.launch.machine import usable_cpus
 
 Resolve: TypeAlias = Callable[[np.ndarray, int, int], np.ndarray]
@@ -139,7 +139,7 @@ class IndexedData:
         if callable(keep):
             kept = np.zeros(self.size, bool)
             for index in range(self.size):
-                kept[index] = bool(keep(index))
+                kept[index] = bool(_asked(keep, index, "filter"))
         else:
             kept = np.asarray(keep)
         if (kept.dtype, kept.shape) != (np.dtype(bool), (self.size,)):
@@ -172,8 +172,8 @@ class IndexedData:
             scattered = _scattered(np.arange(self.size, dtype=np.uint64))
         else:
             # By another hash than earlier splits, which have left only keys with great hashes, or only small ones.
-            hashes = (_hash(key(index), self._splits) for index in range(self.size))
-            scattered = np.fromiter(hashes, np.uint64, self.size)
+            keys = (_asked(key, index, "split(key=...)") for index in range(self.size))
+            scattered = np.fromiter((_hash(each, self._splits) for each in keys), np.uint64, self.size)
         # By the hash of each example alone: it stays in its part when others are added.
         held_out = scattered < np.uint64(share * 2.0**64)
         split = self.replaced(_splits=self._splits + 1)
@@ -309,11 +309,23 @@ def _check_lengths(padding: Padding | None, has_lengths: bool) -> None:
         )
 
 
+def _asked(function: Callable[[int], Any], index: int, what: str) -> Any:
+    """What a function of the user's, the argument `what`, returns for the index of an example.
+
+    Raises:
+        TrainingError: it has failed; the message names the index, of perhaps millions.
+    """
+    try:
+        return function(index)
+    except Exception as error:
+        raise TrainingError(f"IndexedData: the function of {what} fails for example {index}: {named(error)}") from error
+
+
 def _measured(length: Callable[[int], int], ids: np.ndarray) -> np.ndarray:
     """The lengths of examples, by a function of the index: int64 [n]."""
     lengths = np.empty(len(ids), np.int64)
     for row, index in enumerate(ids.tolist()):
-        given = length(index)
+        given = _asked(length, index, "lengths=...")
         try:
             lengths[row] = operator.index(given)  # `int` would cut 2.5, and take texts
         except (TypeError, OverflowError):

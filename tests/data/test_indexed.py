@@ -501,6 +501,20 @@ def test_a_bad_first_example_is_named_by_its_number_in_the_source():
             _opened(loop.IndexedData(bad).filter(lambda index: index >= 57))
 
 
+def test_a_function_of_the_index_that_fails_is_named_with_the_index():
+    """The error was the function's own: of a million examples, it didn't say which one."""
+    lengths = {index: 5 for index in range(60) if index != 17}.__getitem__
+    data = loop.IndexedData(INPUTS)
+    cases = (
+        ("filter", lambda: data.filter(lengths)),
+        ("split", lambda: data.split(0.5, key=lengths)),
+        ("lengths", lambda: _opened(loop.IndexedData(INPUTS, padding=loop.Padding(), lengths=lengths))),
+    )
+    for what, make in cases:
+        with pytest.raises(TrainingError, match=rf"function of {what}.* fails for example 17: KeyError: no 17$"):
+            make()
+
+
 def test_an_error_without_a_text_is_named_by_its_type(quiet, tmp_path):
     def read(index):
         raise MemoryError
