@@ -265,7 +265,7 @@ def array_of(part: Part, name: str | int, index: int) -> np.ndarray:
 
 
 def as_array(part: Part) -> np.ndarray:
-    """A part of an example as an array, of any dtype; the array of a path is its text.
+    """A part of an example as an array, of any dtype TensorFlow may know; the array of a path is its text.
 
     Raises:
         ValueError: it can't be an array, such as a list of lists of different lengths.
@@ -274,7 +274,8 @@ def as_array(part: Part) -> np.ndarray:
     array = np.asarray(plain)
     if array.dtype.kind in "SU" and not isinstance(plain, np.ndarray | np.generic):
         return np.asarray(plain, object)  # NumPy's own text types would drop zero bytes at the end
-    return array
+    # NumPy's text of any length (StringDType), which TensorFlow doesn't know.
+    return array.astype(object) if array.dtype.kind == "T" else array
 
 
 def _batch_dtype(array: np.ndarray) -> np.dtype:

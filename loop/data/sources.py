@@ -158,7 +158,8 @@ def source(data: Dataset, options: BatchOptions, what: str, make: Callable[[], D
     if not isinstance(data, StreamData | tf.data.Dataset):
         raise UsageError(
             f"{what} returned {type(data).__name__}: return ArrayData(...), IndexedData(...) of anything with len() "
-            "and [index], StreamData(...) or an unbatched tf.data.Dataset"
+            "and [index], StreamData(...) or an unbatched tf.data.Dataset, such as "
+            "tf.data.Dataset.from_generator(function, output_signature=...)"
         )
     stream = data if isinstance(data, StreamData) else StreamData(data)
     made = _stream_source(stream, options, what)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loop import ArrayData, Padding, UsageError
+from loop import ArrayData, IndexedData, Padding, UsageError
 from loop.backends.base import Backend
 from loop.backends.devices import logical_cpus
 from loop.data import BatchOptions, StreamSource, count, first, source
@@ -116,6 +116,14 @@ def test_texts_in_lists_keep_the_zero_bytes_at_their_end():
     ):
         head = source(data, BatchOptions(2), "train_data()").head(3)
         assert tf.nest.flatten(head)[0].numpy().tolist() == expected
+
+
+def test_numpys_text_of_any_length_is_text():
+    """It was refused: "give numbers or text"."""
+    texts = np.array(["a", "\u00e4bc", "a"], np.dtypes.StringDType())
+    for data in (ArrayData(texts), IndexedData(texts), IndexedData((texts,), map=lambda example: example[0])):
+        head = source(data, BatchOptions(2), "train_data()").head(3)
+        assert tf.nest.flatten(head)[0].numpy().tolist() == [text.encode() for text in texts.tolist()]
 
 
 def test_a_batch_is_copied_to_the_device_that_computes():
