@@ -12,6 +12,7 @@ import numpy as np
 from callbacks import Callback, notebook
 from callbacks.run_record.redaction import remember
 from loop.backends.base import Backend
+from loop.data.host_random import used_by_this_thread
 from loop.errors import RegroupError, no_exit
 from loop.launch.worker import peer_errors
 from loop.monitor import stopwatch
@@ -192,6 +193,7 @@ def attempt(
 ) -> Run:
     """One attempt at a run, with the workers that are there at its start."""
     with (
+        used_by_this_thread(),
         contextlib.closing(Session(task, backend, options)) as session,
         run_directory.prepared(task, run_dir, options["resume"], backend) as directory,
     ):

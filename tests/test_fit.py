@@ -5,6 +5,8 @@ import re
 import signal
 import sys
 import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import grain
@@ -510,3 +512,18 @@ def test_state_that_is_no_json_names_the_callback(quiet):
 def test_the_loop_fits_on_a_screen():
     source = inspect.getsource(sys.modules["loop.fit"].train)
     assert len([line for line in source.splitlines() if line.strip()]) <= 50
+
+
+def test_two_threads_that_train_at_once_are_said(quiet):
+    """They seed the same generators: initial weights depended on which thread came first, without a word."""
+
+    class Second(Callback):
+        def on_fit_start(self, run):
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(fit, Plain(), steps=1, callbacks=quiet()).result()
+
+    with pytest.warns(UserWarning, match="^another thread of this process trains, too: .* workers=1"):
+        fit(Plain(), steps=1, callbacks=quiet() + [Second()])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "another thread")
+        fit(Plain(), steps=1, callbacks=quiet())

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
+import threading
+import warnings
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import keras
@@ -13,6 +17,26 @@ from loop.errors import UsageError
 
 RandomState: TypeAlias = dict[str, Any]
 """The states of the global generators of Python and NumPy, as values of JSON."""
+
+_training: list[int] = []
+"""The threads that train now, by their numbers."""
+
+
+@contextlib.contextmanager
+def used_by_this_thread() -> Iterator[None]:
+    """A context in which a thread seeds the generators, and draws from them; warns if another thread does so, too."""
+    thread = threading.get_ident()
+    if set(_training) - {thread}:
+        warnings.warn(
+            "another thread of this process trains, too: both seed the same random generators, so that initial weights "
+            "differ from time to time. Train one after the other, or in processes, as by fit(..., workers=1)",
+            stacklevel=1,  # by this line: the caller's is one of Python's own
+        )
+    _training.append(thread)
+    try:
+        yield
+    finally:
+        _training.remove(thread)
 
 
 def seed_generators(seed: int) -> None:
