@@ -67,8 +67,8 @@ class Calls:
         elif run.backend.is_chief and not run.backend.asynchronous:
             built = run.step.built
             saved = [*whole_variables(run).values(), *built.sliced_variables]
-            optimizers = [optimizer for optimizer, _ in built.optimizers.values()]
-            warn_of_unsaved(run.task, run.model, saved, run.step.graph(run.data.iterator), optimizers)
+            example = run.step.data.train.example
+            warn_of_unsaved(run.task, built, run.backend, saved, run.step.graph(run.data.iterator), example)
         examples = int(totals[EXAMPLES])
         run.stopwatch.count(steps, examples)
         self._record(steps, examples, seconds)

@@ -46,7 +46,7 @@ from loop.step.optimizers import AssignedOptimizers, assign_optimizers, check_ar
 from loop.step.penalties import Penalties, PenaltyTrial
 from loop.step.replica import as_in_replica, probing
 from loop.step.sharding import Shards
-from loop.task import Batch, Model, Optimizer, TrainTask
+from loop.task import Batch, Model, Optimizer, TrainTask, Values
 
 
 @dataclasses.dataclass
@@ -258,16 +258,21 @@ def try_evaluation(
     """
     if type(task).compute is TrainTask.compute or _specs(trained) == _specs(evaluated):
         return
-    batch = evaluated if built.fixed_rows is None else of_size(evaluated, built.fixed_rows)
-    rows = int(tf.shape(tf.nest.flatten(batch)[0])[0])
     try:
-        with backend.scope(), put_back(_state(task, built.model, (), backend)), probing(rows):
-            as_in_replica(backend, task.compute)(built.model, batch, training=False)
+        in_trial(task, built, backend, evaluated, training=False)
     except ERRORS as error:
         raise UsageError(
             f"{what} has other examples than train_data(), {_in_words(evaluated)} instead of "
             f"{_in_words(trained)}, and compute() doesn't take them: {message_of(error)}"
         ) from error
+
+
+def in_trial(task: TrainTask, built: BuiltModel, backend: Backend, example: Batch, training: bool) -> Values:
+    """What `compute` returns for a few examples; variables get back the values that they had before."""
+    batch = example if built.fixed_rows is None else of_size(example, built.fixed_rows)
+    rows = int(tf.shape(tf.nest.flatten(batch)[0])[0])
+    with backend.scope(), put_back(_state(task, built.model, (), backend)), probing(rows):
+        return as_in_replica(backend, task.compute)(built.model, batch, training=training)
 
 
 def _specs(batch: Batch) -> Batch:

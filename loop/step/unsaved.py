@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import types
 import warnings
@@ -9,13 +10,18 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps_utils  # there is no public way to ask what a graph changes
 
+from loop.backends.base import Backend
+from loop.data.host_random import random_state, set_random_state
 from loop.model.variables import Variable, as_tf, handles, layers, made_variables
 from loop.step.batch_norm import global_seeds
+from loop.step.build import BuiltModel, in_trial
 from loop.step.example_trace import held_by, members
-from loop.task import Model, Optimizer, TrainTask
+from loop.step.values import content
+from loop.task import Batch, Model, Optimizer, TrainTask
 
 _SEED = "the seed of keras.random"
 _REMEDY = (
@@ -25,23 +31,28 @@ _REMEDY = (
 
 _CHANGES_TABLE = ("LookupTableInsertV2", "LookupTableRemoveV2", "LookupTableImportV2")
 """The operations that change a table of `tf.lookup`."""
+_CALLS_PYTHON = ("PyFunc", "EagerPyFunc")
+"""The operations of tf.numpy_function and tf.py_function, unless the user has said that the function has no state."""
 
 
 def warn_of_unsaved(
     task: TrainTask,
-    model: Model,
+    built: BuiltModel,
+    backend: Backend,
     saved: Sequence[tf.Variable],
     graph: tf.Graph,
-    optimizers: Sequence[Optimizer],
+    example: Batch,
 ) -> None:
     """Warns if the steps change something that no checkpoint has, or use something that isn't trained.
 
     Args:
         task: the task. It may hold variables, and so may layers: Keras doesn't count those of TensorFlow as its own.
-        model: the model of the task.
+        built: the model; and the optimizers, which may hold variables and seeds that Keras doesn't count as theirs,
+            either.
+        backend: the backend.
         saved: the variables that a checkpoint has.
         graph: that of the training steps.
-        optimizers: the optimizers, which may hold variables and seeds that Keras doesn't count as theirs, either.
+        example: a few examples as a batch.
     """
     nodes = list(_nodes(graph))
     draws = _hidden_draws(nodes)
@@ -58,13 +69,40 @@ def warn_of_unsaved(
             "self.add_weight(trainable=False) in a layer",
             stacklevel=2,
         )
-    _warn_of_held(_unsaved(task, model, saved, graph, optimizers))
+    if any(node.op in _CALLS_PYTHON for node in nodes):
+        _warn_of_python(task, built, backend, example)
+    optimizers = [optimizer for optimizer, _ in built.optimizers.values()]
+    _warn_of_held(_unsaved(task, built.model, saved, graph, optimizers))
+
+
+def _warn_of_python(task: TrainTask, built: BuiltModel, backend: Backend, example: Batch) -> None:
+    """Warns if Python that the steps call draws random numbers or keeps a state: it gives other values each time."""
+    values: list[list[tf.Tensor]] = []
+    before = random_state()
+    with contextlib.suppress(Exception):  # a task may have a training step in place of `compute`
+        for _ in range(2):
+            returned = in_trial(task, built, backend, example, training=True)
+            values.append(tf.nest.flatten([content(value) for value in returned.values()]))
+    # It may have drawn from the generators, of which a resumed run has the states after each step.
+    set_random_state(before)
+    if len(values) == 2 and not all(map(_are_close, *values)):
+        warnings.warn(
+            "compute() calls Python, by tf.numpy_function or tf.py_function, that gives other values for the same "
+            "examples each time: each replica has its own, and no checkpoint has its state. Hand it a seed of "
+            "loop.example_seed() to draw with; keep what it counts in a variable of the model",
+            stacklevel=3,
+        )
+
+
+def _are_close(one: tf.Tensor, other: tf.Tensor) -> bool:
+    """Whether numbers are the same, up to rounding."""
+    return np.allclose(np.asarray(one, np.float64), np.asarray(other, np.float64), 1e-3, equal_nan=True)
 
 
 def changed_outside(task: TrainTask, model: Model, saved: Sequence[tf.Variable], graph: tf.Graph) -> list[str]:
     """The names of the variables that a graph changes and no checkpoint has, without the seed of keras.random.
 
-    The arguments are those of `warn_of_unsaved`.
+    The arguments are those of `warn_of_unsaved`; `model` is that of the task.
     """
     return [name for name in _unsaved(task, model, saved, graph).lost if name != _SEED]
 

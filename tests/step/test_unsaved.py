@@ -245,6 +245,23 @@ def test_random_numbers_that_python_draws_while_the_step_is_traced_are_said(draw
     fit(DrawsWhileTraced(np.random.default_rng(1).uniform), callbacks=quiet(), batch_size=8)  # the same in each run
 
 
+class CallsPython(Task):
+    def __init__(self, function):
+        self.function = function
+
+    def factor(self, model, batch, training):
+        return tf.cast(tf.numpy_function(self.function, [], tf.float64), tf.float32)
+
+
+def test_python_with_a_state_that_the_steps_call_is_said(quiet):
+    """Draws of NumPy differed from replica to replica, and after a resume, without a word."""
+    with pytest.warns(UserWarning, match=r"^compute\(\) calls Python, .* that gives other values"):
+        fit(CallsPython(np.random.uniform), callbacks=quiet(), batch_size=8)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*calls Python, by")
+        fit(CallsPython(lambda: 2.0), callbacks=quiet(), batch_size=8)
+
+
 def test_the_first_seed_of_keras_is_no_such_draw(quiet):
     with pytest.warns(UserWarning, match="change the seed of keras.random, which no checkpoint has"):
         fit(DrawsWhileTraced(lambda: keras.random.uniform(())), callbacks=quiet(), batch_size=8)
