@@ -22,7 +22,9 @@ class Pairs(Prime):
     def compute(self, model, batch, training):
         values = super().compute(model, batch, training)
         loss = values["loss"]
-        if self.kind == "negatives":
+        if self.kind == "several":  # it can't do without another example
+            tf.debugging.assert_greater(tf.size(loss), 1)
+        if self.kind in ("negatives", "several"):
             loss -= tf.reduce_logsumexp(model(batch[0]))
         elif self.kind == "repeated mean":
             return {"loss": tf.repeat(tf.reduce_mean(loss), tf.size(loss))}
@@ -162,6 +164,14 @@ def test_a_loss_that_depends_on_other_examples_is_said_on_several_replicas(quiet
     fit(Pairs(dtype="float64"), backend="single", callbacks=quiet(), **OPTIONS)  # all rows are there: nothing to say
     with pytest.warns(UserWarning, match="of which each of 2 micro-batches has only its own"):
         fit(Pairs(dtype="float64"), accumulate=2, callbacks=quiet(), **OPTIONS)
+
+
+def test_so_it_is_of_a_loss_that_fails_for_one_example_alone(quiet):
+    """It was taken for a loss of batches of one size, of which nothing was said."""
+    given = {**OPTIONS, "epochs": None, "steps": 1, "drop_remainder": True}
+    for task in (Pairs(dtype="float64", kind="several"), StepOfPairs(dtype="float64", kind="several")):
+        with pytest.warns(UserWarning, match="depends on the other examples of its batch"):
+            fit(task, backend=backends.create("mirrored", 2), callbacks=quiet(), **given)
 
 
 @pytest.mark.parametrize("batch_size", range(2, 12))
