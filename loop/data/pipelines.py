@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,9 @@ _NOT_STACKED = (
     "Shapes of all inputs must match",
 )
 """What TensorFlow's errors say about examples of different shapes."""
+
+_trained_on: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()
+"""The shuffling parts of the pipelines that this process has opened for a training."""
 
 
 def parts_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
@@ -136,6 +141,21 @@ def one_order_an_epoch(dataset: tf.data.Dataset, restarts: bool = False) -> bool
     # From the end of the pipeline to its start: what stands above a shuffle says how often it begins.
     restarts = restarts or len(inputs) > 1 or re.search("Repeat|Cache|Snapshot", name) is not None
     return all(one_order_an_epoch(part, restarts) for part in inputs)
+
+
+def warn_of_shuffle_that_goes_on(dataset: tf.data.Dataset, what: str) -> None:
+    """Warns if a pipeline, which the method `what` has returned, shuffles by a part that was trained on before."""
+    # Each iteration of such an object draws a new seed from the object's own generator, which no checkpoint has.
+    # (`None` stands for the default, a new order each time.)
+    shuffles = [part for part in parts_of(dataset) if getattr(part, "_reshuffle_each_iteration", False) is not False]
+    if _trained_on.intersection(shuffles):
+        warnings.warn(
+            f"{what} returns a data set that this process, in an earlier training or phase, has shuffled before: its "
+            "order goes on from there, so that another run, or a resumed one, has another order. Make the data set, "
+            f"from its shuffle on, in {what}",
+            stacklevel=2,
+        )
+    _trained_on.update(shuffles)
 
 
 def shard_files(dataset: tf.data.Dataset, workers: int, rank: int) -> tf.data.Dataset:

@@ -18,7 +18,7 @@ from loop.data.indexed import IndexedData
 from loop.data.indexed_source import IndexedSource
 from loop.data.padded_arrays import PaddedArraySource
 from loop.data.parts import first, no_examples
-from loop.data.pipelines import check_spec, one_order_an_epoch
+from loop.data.pipelines import check_spec, one_order_an_epoch, warn_of_shuffle_that_goes_on
 from loop.data.streams import StreamData, StreamSource
 from loop.errors import UsageError
 from loop.options import Options
@@ -163,6 +163,8 @@ def source(data: Dataset, options: BatchOptions, what: str, make: Callable[[], D
         )
     stream = data if isinstance(data, StreamData) else StreamData(data)
     made = _stream_source(stream, options, what)
+    if make is not None:
+        warn_of_shuffle_that_goes_on(stream.dataset, what)
     # Only where shuffling restarts at the start of an epoch can a state be restored: see `StreamSource._restored`.
     if make is not None and one_order_an_epoch(stream.dataset):
 

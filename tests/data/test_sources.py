@@ -1,6 +1,7 @@
 """Which examples are in which batch, and who gets them."""
 
 import itertools
+import warnings
 
 import numpy as np
 import pytest
@@ -116,6 +117,24 @@ def test_texts_in_lists_keep_the_zero_bytes_at_their_end():
     ):
         head = source(data, BatchOptions(2), "train_data()").head(3)
         assert tf.nest.flatten(head)[0].numpy().tolist() == expected
+
+
+def test_a_shuffle_that_goes_on_from_an_earlier_training_is_said():
+    """A run that resumed in a second phase, with one data set for both, had another order, without a word."""
+
+    def opened(data):
+        source(data, BatchOptions(4), "train_data()", lambda: data)
+
+    numbers = tf.data.Dataset.range(10)
+    for again in (numbers, numbers.shuffle(10, seed=4, reshuffle_each_iteration=False)):
+        for data in (again, again, numbers.shuffle(10, seed=4)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                opened(data)
+    shuffled = numbers.shuffle(10, seed=4)
+    opened(shuffled)
+    with pytest.warns(UserWarning, match=r"^train_data\(\) returns a data set that this process, .* shuffled before"):
+        opened(shuffled.take(9))
 
 
 def test_numpys_text_of_any_length_is_text():
