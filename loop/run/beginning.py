@@ -12,6 +12,7 @@ def set_up(run: Run, bus: Bus) -> None:
     """Takes the run to where it starts."""
     # An error of a hook is deferred. All workers end with it at the next `synchronize`, so one follows each event.
     bus.fire("setup")  # before the step is made: a hook may change options
+    run.calls.late_changes.check_setup()
     data = bus.fire_data(run.session.data)
     compile_choice.settle(run, data)
     run.session.make_step(data)

@@ -11,6 +11,7 @@ import numpy as np
 from loop.data import evaluation_sets
 from loop.monitor import fault_injection
 from loop.monitor.stopwatch import COMPILING
+from loop.run.late_changes import LateChanges
 from loop.run.pace import Pace
 from loop.run.state import whole_variables
 from loop.step import approximations
@@ -28,15 +29,17 @@ class Calls:
         pace: how many steps a call of training makes.
         eval_paces: how many batches a call of the evaluation of each set reads.
         made: how many calls of training this phase has made.
+        late_changes: of the task and the model, after the step of the phase was traced.
     """
 
-    def __init__(self, steps_per_call: int | str) -> None:
+    def __init__(self, steps_per_call: int | str, late_changes: LateChanges) -> None:
         self._examples = 0
         self._seconds = 0.0
-        self.start_phase(steps_per_call)
+        self.start_phase(steps_per_call, late_changes)
 
-    def start_phase(self, steps_per_call: int | str) -> None:
+    def start_phase(self, steps_per_call: int | str, late_changes: LateChanges) -> None:
         """Finds the pace anew, for the step of another phase."""
+        self.late_changes = late_changes
         self.pace = Pace(steps_per_call)
         self.eval_paces: defaultdict[str, Pace] = defaultdict(lambda: Pace(steps_per_call))
         self.made = 0

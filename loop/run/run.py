@@ -22,6 +22,7 @@ from loop.run.checkpointing import Checkpointing
 from loop.run.data_position import DataPosition
 from loop.run.deferred_errors import DeferredErrors
 from loop.run.epoch_metrics import EpochMetrics
+from loop.run.late_changes import LateChanges
 from loop.run.phases import Plan
 from loop.run.progress import Progress
 from loop.run.session import Session
@@ -62,7 +63,7 @@ class Run(CallbackView):
         self.plan = Plan(phases_of(session.task), options, self.progress)
         self.data = DataPosition()
         self.epoch = EpochMetrics()
-        self.calls = Calls(options["steps_per_call"])
+        self.calls = Calls(options["steps_per_call"], LateChanges(session.task, session.built.model))
         self.errors = DeferredErrors(backend)
         self.stops = StopRequests()
         self.checkpointing = Checkpointing(self)
@@ -164,7 +165,11 @@ class Run(CallbackView):
         Returns:
             Why the call ended (see `loop.step.train_step`), and the totals of its steps.
         """
+        if self.backend.is_chief:
+            self.calls.late_changes.warn(of_model=self.progress.step_in_epoch == 0)
         steps, ending, totals = self.calls.make(self)
+        if self.calls.made == 1:
+            self.calls.late_changes.note()
         self.progress.add(steps, int(totals[EXAMPLES]))
         # A stream says that it has ended; of arrays, the number of steps is known.
         whole_epoch = self.progress.step_in_epoch == self.step.data.train.steps_per_epoch
@@ -234,4 +239,4 @@ class Run(CallbackView):
         self.plan.advance()
         self.data.start_phase()
         self.epoch.start_phase()
-        self.calls.start_phase(self.options["steps_per_call"])
+        self.calls.start_phase(self.options["steps_per_call"], LateChanges(self.task, self.model))

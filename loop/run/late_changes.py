@@ -1,0 +1,107 @@
+"""Warns of what a callback changes in the task or the model too late: the compiled step keeps what it had before."""
+
+from __future__ import annotations
+
+import types
+import warnings
+
+from loop.errors import UsageError
+from loop.model.variables import as_tf, trainable_variables, variable_names
+from loop.task import Model, TrainTask
+
+
+class LateChanges:
+    """Compares the task's numbers and the model's trained variables with those that the step was traced with.
+
+    Args:
+        task: the task.
+        model: its model, just built, as its optimizer is.
+    """
+
+    def __init__(self, task: TrainTask, model: Model) -> None:
+        self._task = task
+        self._model = model
+        self._trained = _trained(model)
+        self._names = _read_by_steps(type(task))
+        self._numbers: dict[str, float] = {}
+
+    def check_setup(self) -> None:
+        """Refuses layers that a callback has unfrozen in on_setup: the optimizer doesn't know their variables."""
+        trained = _trained(self._model)
+        if unknown := trained.keys() - self._trained.keys():
+            names = ", ".join(sorted(trained[key] for key in unknown))
+            raise UsageError(
+                f"a callback has made {names} trainable in on_setup, after the optimizer was built: set trainable in "
+                "build_model(), or in begin_phase() of a task with phases"
+            )
+        self._trained = trained  # what is frozen there isn't trained
+
+    def note(self) -> None:
+        """Notes the numbers that the step has just been traced with."""
+        self._numbers = self._current()
+
+    def warn(self, of_model: bool) -> None:
+        """Warns of numbers of the task that have changed since, once of each; `of_model`: of variables, too."""
+        for name, number in self._current().items():
+            before = self._numbers.get(name, number)
+            if number != before and number == number:  # nan isn't equal to itself
+                del self._numbers[name]
+                warnings.warn(
+                    f"{type(self._task).__name__}.{name} was changed from {before!r} to {number!r}, but the compiled "
+                    f"steps keep {before!r}: keep what changes in a variable of the model, such as model.{name} = "
+                    "model.add_weight(trainable=False), and assign that",
+                    stacklevel=2,
+                )
+
+        if of_model:
+            self._warn_of_trained()
+
+    def _warn_of_trained(self) -> None:
+        """Warns if other variables are trainable now; once."""
+        trained = _trained(self._model)
+        if changed := trained.keys() ^ self._trained.keys():
+            names = ", ".join(sorted((trained | self._trained)[key] for key in changed))
+            self._trained = trained
+            warnings.warn(
+                f"whether {names} is trainable was changed, but the compiled steps train the same variables as before: "
+                "freeze and unfreeze in begin_phase() of a task with phases",
+                stacklevel=2,
+            )
+
+    def _current(self) -> dict[str, float]:
+        """The numbers that the steps read from the task, by name."""
+        own = getattr(self._task, "__dict__", {})
+        numbers = {}
+        for name in self._names:
+            value = own.get(name, getattr(type(self._task), name, None))
+            if isinstance(value, int | float):
+                numbers[name] = value
+        return numbers
+
+
+def _trained(model: Model) -> dict[int, str]:
+    """The names of the trainable variables, by the identity of the variable."""
+    variables = trainable_variables(model)
+    return dict(zip(map(id, as_tf(variables)), variable_names(variables), strict=True))
+
+
+def _read_by_steps(kind: type[TrainTask]) -> set[str]:
+    """The names that the code of a training step uses: in `compute`, `train_step`, and the methods that they call."""
+    names: set[str] = set()
+    to_read = ["compute", "train_step"]
+    while to_read:
+        name = to_read.pop()
+        if name not in names:
+            names.add(name)
+            to_read += _names_in(getattr(getattr(kind, name, None), "__code__", None))
+    return names
+
+
+def _names_in(code: object) -> list[str]:
+    """The names in the code of a function, and in that of the functions within it."""
+    if not isinstance(code, types.CodeType):
+        return []
+    names = list(code.co_names)
+    for constant in code.co_consts:
+        names += _names_in(constant)
+    return names
