@@ -39,7 +39,12 @@ def warn_of_loss(
         backend: the backend, in whose scope it is called.
         names: the names of its values.
     """
-    if not trial.shares_batches or trial.seen is None:
+    sums = MetricSums(names, trial.metrics)
+    if not trial.shares_batches or (trial.seen is None and trial.fixed is None):
+        return
+    if trial.seen is None:  # alone, an example isn't taken; but a few may be
+        if not _adds_up(lambda batch: compute(batch, training=True), trial.example, trial, backend, model, sums):
+            _warn_of_neighbors(trial, bool(seeds(model)))
         return
     changing = [*seeds(model), *shares.changing(model)]
     in_evaluation = functools.partial(as_in_replica(backend, compute), training=False)
@@ -48,7 +53,6 @@ def warn_of_loss(
     if changing:  # the trial has drawn other numbers in each call, or has changed the state
         together, alone = _values(repeatable, trial.example, slice(None)), _values(repeatable, trial.example, slice(1))
     example, together = _with_neighbors(repeatable, trial.example, together, alone, shares.tolerance(model))
-    sums = MetricSums(names, trial.metrics)
     # Examples may be mixed in training alone. What an evaluation computes is tried only if an example has another loss
     # alone: most losses end there.
     depends = not _adds_up(lambda batch: compute(batch, training=True), example, trial, backend, model, sums)
@@ -68,7 +72,9 @@ def warn_of_minimized(trial: Trial, model: Model, backend: Backend, values: Comp
         values: the task's function, which `trial` has tried.
         names: the names of the values.
     """
-    if warn_of_state(as_in_replica(backend, values), trial, model) or not trial.shares_batches or trial.seen is None:
+    if warn_of_state(as_in_replica(backend, values), trial, model) or not trial.shares_batches:
+        return
+    if trial.seen is None and trial.fixed is None:  # with `all_gather`, to look at all rows is the purpose
         return
     if not _adds_up(values, trial.example, trial, backend, model, MetricSums(names, trial.metrics)):
         _warn_of_neighbors(trial, bool(seeds(model)))
@@ -85,10 +91,11 @@ def _adds_up(compute: Compute, example: Batch, trial: Trial, backend: Backend, m
         return weighted + sums.sums({**values, "weight": tf.ones_like(values["weight"])}, tf.float64)[1]
 
     assert trial.rows is not None  # replicas or micro-batches share a batch
-    assert trial.seen is not None
+    has_zeros = True  # unless it is known that all have a weight
     with contextlib.suppress(Exception):
-        weight = trial.seen[0].get("weight")
-        has_zeros = weight is not None and not bool(tf.reduce_all(tf.cast(weight, tf.bool)))
+        if trial.seen is not None:
+            weight = trial.seen[0].get("weight")
+            has_zeros = weight is not None and not bool(tf.reduce_all(tf.cast(weight, tf.bool)))
         tried = shares.ShareTrial(compute, example, model, numbers, trial.rows)
         return as_in_replica(backend, tried.first_wrong)() is None
     return True
