@@ -37,6 +37,8 @@ MODULES = (
     "loop.commands.evaluate_beside", "loop.commands.bench_contender",
 )  # fmt: skip
 """What `python -m` starts so."""
+READER = "from loop.data.reader_process import serve; serve("
+"""How the code of `python -c` begins that starts so: that of a reader process."""
 LIGHT = ("cli", "loop.launch.fixed_job", "loop.launch.elastic_job")
 """What is in `sys.modules` from the start."""
 HEAVY = (
@@ -177,7 +179,8 @@ def parsed(arguments):
         else:
             return None
     if rest[:1] in (["-m"], ["-c"]) and len(rest) > 1:
-        return (safe, *rest[:1], rest[1:]) if warm or (rest[0] == "-m" and rest[1] in MODULES) else None
+        known = rest[1] in MODULES if rest[0] == "-m" else rest[1].startswith(READER)
+        return (safe, *rest[:1], rest[1:]) if warm or known else None
     return (safe, "", rest) if warm and rest and not rest[0].startswith("-") else None
 
 
@@ -244,6 +247,7 @@ def serve(connection):
                 os._exit(0)
             while os.getppid() == between:
                 time.sleep(0.0005)
+            signal.pthread_sigmask(signal.SIG_BLOCK, mine)  # until `run` has the process block what was asked for
             for number, handler in before.items():
                 signal.signal(number, handler)
             connection.detach()  # `keep_descriptors` closes it; the object must not close its number at the end

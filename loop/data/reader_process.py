@@ -219,11 +219,14 @@ def _is_users(module: Any) -> bool:
     # What is defined in `__main__` is sent by value anyway.
     if module.__name__.split(".")[0] in ("__main__", "loop", "callbacks", "cli"):
         return False
-    for kind in ("stdlib", "platstdlib", "purelib", "platlib"):
-        installed = sysconfig.get_path(kind)
-        if installed and Path(file).is_relative_to(installed):
-            return False
-    return True
+    return not any(Path(file).is_relative_to(folder) for folder in _installed_in())
+
+
+@functools.cache
+def _installed_in() -> list[str]:
+    """Where Python's own modules and installed ones lie: to ask for that takes 0.1 ms, and there are 6,000 modules."""
+    paths = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
+    return [*filter(None, dict.fromkeys(paths))]
 
 
 def _shared_file() -> int:
