@@ -160,7 +160,7 @@ def sizes_held(variable):
 
 def test_each_replica_holds_its_part_alone(quiet):
     looks = [Look(), Look()]
-    options = {"steps": 2, "ema": 0.9, "backend": create("mirrored", 3)}
+    options = {"steps": 2, "eval_every": "never", "ema": 0.9, "backend": create("mirrored", 3)}
     for look, on in zip(looks, (False, True), strict=True):
         fit(Chosen(), callbacks=quiet() + [look], shard_optimizer=on, **options)
     whole, sliced = ([sizes_held(slot) for slot in look.slots] for look in looks)
@@ -184,7 +184,7 @@ def checkpoint(directory):
 
 def saving(directory, replicas, on, epochs, task=Chosen, **options):
     chosen = callbacks.standard(mlflow=None, progress=None, report=None, checkpoint=Checkpoint(every="epoch"))
-    options = {"batch_size": 20, "ema": 0.9, **options}
+    options = {"batch_size": 20, "ema": 0.9, "eval_every": "never", **options}
     return fit(
         task(), epochs=epochs, backend=mirrored(replicas), callbacks=chosen, run_dir=directory, shard_optimizer=on,
         **options,
@@ -223,7 +223,7 @@ def test_a_run_that_is_cut_off_comes_to_the_same_bits(tmp_path):
 
 
 def test_evaluate_and_export_read_its_checkpoints(tmp_path):
-    result = saving(tmp_path / "run", 3, True, 2)
+    result = saving(tmp_path / "run", 3, True, 2, eval_every="epoch")
     metrics = evaluate(Chosen(), tmp_path / "run")
     assert metrics["eval_loss"] == pytest.approx(result.metrics["eval_loss"], rel=1e-6)
     export(Chosen(), tmp_path / "run", tmp_path / "weights.npz")
