@@ -9,12 +9,13 @@ import tensorflow as tf
 
 import callbacks
 from loop import TrainingError, UsageError, fit
+from loop.backends import create
 from loop.run import compile_choice
 from tests.tasks import Conv, Weighted
 
 
 def trained(task, run_dir=None, **options):
-    options = {"epochs": 2, "batch_size": 16, "backend": "single", "seed": 3} | options
+    options = {"epochs": 2, "batch_size": 16, "backend": "single", "seed": 3, "eval_every": "never"} | options
     return fit(task, run_dir=run_dir, callbacks=callbacks.standard(mlflow=None, progress=None), **options)
 
 
@@ -51,9 +52,9 @@ class LookedAt(Weighted):
 
 
 def test_a_resumed_run_keeps_the_way_and_measures_nothing(faster, tmp_path, monkeypatch):
-    trained(LookedAt(), tmp_path / "run", compile="auto", epochs=1)
+    trained(LookedAt(), tmp_path / "run", compile="auto", eval_every="epoch", epochs=1)
     monkeypatch.setattr(compile_choice, "_faster", lambda *_: pytest.fail("measured again"))
-    resumed = trained(LookedAt(), tmp_path / "run", compile="auto")
+    resumed = trained(LookedAt(), tmp_path / "run", compile="auto", eval_every="epoch")
     assert taken(resumed) == faster
     assert resumed.weights_sha256 == trained(Weighted(), compile=faster).weights_sha256
 
@@ -108,7 +109,7 @@ def test_a_task_that_xla_refuses_is_left_to_the_graph(quick, monkeypatch, capsys
 
 
 def test_several_replicas_take_the_graph(capsys):
-    auto = trained(Weighted(), compile="auto", backend="mirrored", epochs=1)
+    auto = trained(Weighted(), compile="auto", backend=create("mirrored", 2), epochs=1)
     assert taken(auto) == "graph"
     assert "XLA is tried with backend='single' alone, and not with 'mirrored'" in capsys.readouterr().err
 
