@@ -69,7 +69,10 @@ class Sequences(Unweighted):
 
 
 def test_a_mask_of_all_rows_is_the_same_on_all_replicas(quiet):
-    one, two = (fit(Sequences(), epochs=1, batch_size=8, backend=engine(n), callbacks=quiet()) for n in (1, 2))
+    one, two = (
+        fit(Sequences(), epochs=1, batch_size=8, eval_every="never", backend=engine(n), callbacks=quiet())
+        for n in (1, 2)
+    )
     assert largest_difference(weights(two), weights(one)) <= 5e-6
 
 
@@ -85,9 +88,10 @@ def test_a_mask_of_all_rows_is_the_same_on_all_replicas(quiet):
 def test_what_cannot_be_drawn_by_row_is_said_on_several_replicas(kind, message, quiet):
     task = Sequences()
     task.kind = kind
+    options = {"steps": 1, "batch_size": 8, "eval_every": "never", "callbacks": quiet()}
     with pytest.warns(UserWarning, match=message):
-        fit(task, steps=1, batch_size=8, backend=engine(2), callbacks=quiet())
-    fit(task, steps=1, batch_size=8, backend="single", callbacks=quiet())
+        fit(task, backend=engine(2), **options)
+    fit(task, backend="single", **options)
 
 
 class Choosing(Sequences):
@@ -111,7 +115,7 @@ class Choosing(Sequences):
 
 
 def test_categories_are_the_same_on_all_replicas_as_the_warning_says(quiet):
-    options = {"epochs": 1, "batch_size": 8}
+    options = {"epochs": 1, "batch_size": 8, "eval_every": "never"}
     one, two = (fit(Choosing(), **options, backend=engine(n), callbacks=quiet()) for n in (1, 2))
     assert largest_difference(weights(two), weights(one)) <= 5e-6
     task = Choosing()
@@ -142,9 +146,10 @@ class Augmented(TrainTask):
 @pytest.mark.filterwarnings("ignore:the loss of an example depends on the other examples")  # also said, if it is drawn
 def test_a_histogram_of_all_images_of_a_batch_is_said_on_several_replicas(quiet):
     """RandAugment equalizes in one of eleven draws only, which a trial may not meet."""
+    options = {"steps": 1, "batch_size": 8, "eval_every": "never", "callbacks": quiet()}
     with pytest.warns(UserWarning, match="layers equalize the images of a batch as one.*each of 2 replicas"):
-        fit(Augmented(), steps=1, batch_size=8, backend=engine(2), callbacks=quiet())
-    fit(Augmented(), steps=1, batch_size=8, backend="single", callbacks=quiet())
+        fit(Augmented(), backend=engine(2), **options)
+    fit(Augmented(), backend="single", **options)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -324,9 +329,8 @@ class LegacyNormed(Normed):
 
 @pytest.mark.parametrize("task", [Normed, LegacyNormed])
 def test_synchronised_statistics_are_those_of_the_whole_batch(task, quiet):
-    one, three = (
-        fit(task(), epochs=2, batch_size=20, backend=engine(n), callbacks=quiet(), precision="float32") for n in (1, 3)
-    )
+    options = {"epochs": 2, "batch_size": 20, "eval_every": "never", "precision": "float32"}
+    one, three = (fit(task(), backend=engine(n), callbacks=quiet(), **options) for n in (1, 3))
     for own, other in zip(one.model.variables, three.model.variables, strict=True):
         if "float" in str(own.dtype):
             np.testing.assert_allclose(own.numpy(), other.numpy(), rtol=1e-4, atol=1e-5)
@@ -408,7 +412,8 @@ def test_what_a_layer_adds_to_the_loss_is_that_of_its_own_replica(quiet):
 
         eval_data = train_data
 
-    one, two = (fit(Penalised(), epochs=2, batch_size=8, backend=engine(n), callbacks=quiet()) for n in (1, 2))
+    options = {"epochs": 2, "batch_size": 8, "eval_every": "never"}
+    one, two = (fit(Penalised(), backend=engine(n), callbacks=quiet(), **options) for n in (1, 2))
     assert largest_difference(weights(two), weights(one)) <= 1e-3
 
 
@@ -511,7 +516,8 @@ def test_a_frozen_layer_goes_on_drawing(quiet):
             frozen.trainable = False
             return keras.Sequential([frozen, keras.layers.Dense(1)])
 
-    one, three = (fit(Frozen(), epochs=2, batch_size=20, backend=engine(n), callbacks=quiet()) for n in (1, 3))
+    options = {"epochs": 2, "batch_size": 20, "eval_every": "never"}
+    one, three = (fit(Frozen(), backend=engine(n), callbacks=quiet(), **options) for n in (1, 3))
     assert largest_difference(weights(three), weights(one)) <= 5e-6
     seeds = [variable for variable in three.model.variables if "float" not in variable.dtype]
     assert len(seeds) == 1
@@ -554,10 +560,10 @@ def test_collectives_within_a_function_of_the_models_own(quiet):
         def build_model(self):
             return Inner()
 
-    assert np.isfinite(fit(Wrapped(), epochs=1, batch_size=20, callbacks=quiet()).metrics["loss"])
-    options = {"epochs": 1, "batch_size": 20, "backend": engine(3)}
+    options = {"epochs": 1, "batch_size": 20, "eval_every": "never"}
+    assert np.isfinite(fit(Wrapped(), callbacks=quiet(), **options).metrics["loss"])
     with pytest.raises(UsageError, match=r"within a tf.function, .* take the @tf.function away"):
-        fit(Wrapped(), callbacks=quiet(), **options)
+        fit(Wrapped(), callbacks=quiet(), backend=engine(3), **options)
     separate = fit(Wrapped(), callbacks=quiet(), sync_batch_norm=False, **options)
     assert np.isfinite(separate.metrics["loss"])
 

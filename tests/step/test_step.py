@@ -68,10 +68,8 @@ def test_regularisation_counts_once_whatever_the_replicas(quiet):
         def compute(self, model, batch, training):
             return {"loss": 0.0 * model(batch[0], training=training)[:, 0]}
 
-    weights = [
-        fit(Still(), epochs=1, batch_size=101, backend=create("mirrored", n), callbacks=quiet()).model.get_weights()[0]
-        for n in (1, 3)
-    ]
+    options = {"epochs": 1, "batch_size": 101, "eval_every": "never", "callbacks": quiet()}
+    weights = [fit(Still(), backend=create("mirrored", n), **options).model.get_weights()[0] for n in (1, 3)]
     np.testing.assert_array_equal(weights[0], weights[1])
 
 
@@ -111,7 +109,7 @@ def test_values_may_be_of_other_shapes_than_the_loss(quiet):
             values = super().compute(model, batch, training)
             return values | {"token": tf.ones([tf.shape(batch[0])[0], 7]) * 3.0}
 
-    assert fit(PerToken(), epochs=1, callbacks=quiet()).metrics["token"] == 3.0
+    assert fit(PerToken(), epochs=1, eval_every="never", callbacks=quiet()).metrics["token"] == 3.0
 
 
 def test_partly_disconnected_names_the_variables(quiet):
@@ -205,7 +203,7 @@ def test_module_with_keras_layers_trains_them_and_restores_them(quiet, tmp_path)
             return Mixed()
 
     def run(epochs, directory):
-        return fit(Task(), epochs=epochs, callbacks=quiet(), run_dir=tmp_path / directory)
+        return fit(Task(), epochs=epochs, eval_every="never", callbacks=quiet(), run_dir=tmp_path / directory)
 
     first = run(1, "a")
     assert np.abs(first.model.parts[0].bias.numpy()).max() > 0
@@ -245,8 +243,10 @@ def test_module_whose_keras_models_share_layers_trains_as_one_of_them(family, qu
             return family.optimizers.SGD(0.01)
 
     def train(wrapped, replicas):
-        backend = create("mirrored", replicas) if replicas > 1 else "single"
-        result = fit(Task(wrapped=wrapped), epochs=1, batch_size=20, backend=backend, callbacks=quiet())
+        options = {"backend": "single"}
+        if replicas > 1:
+            options = {"backend": create("mirrored", replicas), "eval_every": "never"}
+        result = fit(Task(wrapped=wrapped), epochs=1, batch_size=20, callbacks=quiet(), **options)
         return result.metrics, [weight.numpy() for weight in (result.model.full if wrapped else result.model).weights]
 
     metrics, weights = train(True, 1)
@@ -320,7 +320,7 @@ def test_penalties_of_activations_are_means_or_refused(quiet):
         reduce = tf.reduce_sum
 
     def trained(task, **options):
-        result = fit(task, epochs=1, batch_size=20, callbacks=quiet(), **options)
+        result = fit(task, epochs=1, batch_size=20, eval_every="never", callbacks=quiet(), **options)
         return [variable.numpy() for variable in result.model.trainable_variables]
 
     mean = trained(Penalised())
@@ -341,11 +341,14 @@ def test_so_are_penalties_in_training_alone(quiet):
             layers = [dense(4, kernel_regularizer="l2"), Penalty(self.reduce, always=False), dense(1)]
             return keras.Sequential([keras.Input((5,)), *layers])
 
+    def train(reduce, **options):
+        fit(Penalised(reduce=reduce), steps=1, batch_size=20, eval_every="never", callbacks=quiet(), **options)
+
     for options in ({"backend": create("mirrored", 2)}, {"accumulate": 2}):
-        fit(Penalised(), steps=1, batch_size=20, callbacks=quiet(), **options)
+        train(tf.reduce_mean, **options)
         with pytest.raises(UsageError, match=r"a loss that the model adds .* is a sum over the examples"):
-            fit(Penalised(reduce=tf.reduce_sum), steps=1, batch_size=20, callbacks=quiet(), **options)
-    fit(Penalised(reduce=tf.reduce_sum), steps=1, batch_size=20, callbacks=quiet())
+            train(tf.reduce_sum, **options)
+    train(tf.reduce_sum)
 
 
 def test_keras_averages_that_nobody_would_take_are_refused(quiet):
@@ -472,9 +475,10 @@ class Pooled(Plain):
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_pooling_is_computed_in_a_graph_of_its_own(replicas, quiet, monkeypatch):
     backend = create("mirrored", replicas) if replicas > 1 else "single"
-    apart = fit(Pooled(), epochs=2, batch_size=20, backend=backend, callbacks=quiet())
+    options = {"epochs": 2, "batch_size": 20, "eval_every": "never", "backend": backend}
+    apart = fit(Pooled(), callbacks=quiet(), **options)
     monkeypatch.setattr(ForwardPass, "_isolates", lambda *arguments: False)
-    inline = fit(Pooled(), epochs=2, batch_size=20, backend=backend, callbacks=quiet())
+    inline = fit(Pooled(), callbacks=quiet(), **options)
     assert apart.weights_sha256 == inline.weights_sha256
 
 
@@ -510,9 +514,8 @@ class PooledFirst(PooledAndNormalized):
 def test_pooling_beside_collectives_where_each_replica_has_rows(task, quiet):
     """A graph of its own can't hold the collectives, and the strategy refused them there."""
     # 24 examples: no batch leaves a replica without rows.
-    results = [
-        fit(task(24), epochs=2, batch_size=6, backend=b, callbacks=quiet()) for b in ("single", create("mirrored", 3))
-    ]
+    options = {"epochs": 2, "batch_size": 6, "eval_every": "never", "callbacks": quiet()}
+    results = [fit(task(24), backend=backend, **options) for backend in ("single", create("mirrored", 3))]
     for one, three in zip(*(result.model.get_weights() for result in results), strict=True):
         np.testing.assert_allclose(one, three, rtol=0, atol=5e-6)
 
@@ -565,7 +568,8 @@ def test_a_weight_of_the_loss_that_changes_with_the_step(quiet, tmp_path):
     for steps in (4, 6):
         parts = fit(Annealed(), steps=steps, batch_size=20, callbacks=quiet(), run_dir=tmp_path / "parts")
     assert parts.weights_sha256 == whole.weights_sha256
-    two = fit(Annealed(), steps=6, batch_size=20, callbacks=quiet(), backend=create("mirrored", 2))
+    options = {"eval_every": "never", "backend": create("mirrored", 2)}
+    two = fit(Annealed(), steps=6, batch_size=20, callbacks=quiet(), **options)
     for one, other in zip(whole.model.get_weights(), two.model.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=5e-6)
 
