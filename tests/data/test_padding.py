@@ -424,16 +424,18 @@ def test_the_same_weights_on_any_number_of_replicas_and_the_same_bits_after_a_re
         together = train(task, quiet, backend=create("mirrored", replicas))
         assert apart(alone, together) < 1e-5
         assert together.metrics["eval_loss"] == pytest.approx(alone.metrics["eval_loss"], rel=1e-5)
-    train(task, quiet, steps=5, run_dir="cut")
-    assert train(task, quiet, run_dir="cut").weights_sha256 == alone.weights_sha256
+    parts = {"run_dir": "cut", "eval_every": "never"}
+    train(task, quiet, steps=5, **parts)
+    assert train(task, quiet, **parts).weights_sha256 == alone.weights_sha256
 
 
 def test_options_of_fit_hold_for_padded_arrays(quiet):
     task = Tagger("arrays", Padding(multiple=4, bucket_by=True), dropout=0.0)
-    alone = train(task, quiet, drop_remainder=True)
+    options = {"drop_remainder": True, "eval_every": "never"}
+    alone = train(task, quiet, **options)
     assert (alone.steps, alone.examples) == (12, 84)
-    assert apart(alone, train(task, quiet, drop_remainder=True, accumulate=3)) < 1e-5
-    few = train(task, quiet, overfit=1, epochs=3)
+    assert apart(alone, train(task, quiet, accumulate=3, **options)) < 1e-5
+    few = train(task, quiet, overfit=1, epochs=3, eval_every="never")
     assert (few.steps, few.examples) == (3, 21)
 
 

@@ -192,7 +192,7 @@ def test_same_numbers_in_full(kind, quiet, segments):
 @pytest.mark.parametrize("kind", ["flat", "legacy-stack"])
 def test_same_numbers_with_replicas_and_micro_batches(kind, quiet, segments):
     """Statistics are gathered over replicas within segments, and each replica draws for its own rows."""
-    task = Deep(kind, blocks=2, dtype="float64")
+    task = Deep(kind, blocks=1, dtype="float64")
     plain, again = (
         variables(task, quiet, epochs=1, accumulate=2, backend=create("mirrored", 2), remat=remat)
         for remat in (None, "full")
@@ -228,9 +228,9 @@ def test_masks_of_dropout_are_drawn_once(kind, quiet, monkeypatch):
 
 def test_same_numbers_with_xla(quiet, segments):
     """In blocks of many steps, and in the last step of the epoch, which has a smaller batch."""
-    task = Deep("stack", blocks=2, dtype="float64")
+    task = Deep("stack", blocks=1, dtype="float64")
     close(variables(task, quiet, compile="xla", remat="full"), variables(task, quiet, compile="xla"))
-    assert len(segments) >= 4
+    assert len(segments) >= 2
 
 
 @pytest.mark.parametrize(("kind", "precision"), singles(["flat", "legacy-flat"], ["bfloat16", "mixed_float16"]))
