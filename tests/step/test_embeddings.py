@@ -87,7 +87,8 @@ def test_nor_does_a_class_of_the_users_own_that_asks_keras_for_the_rows():
 def test_the_bits_are_those_of_the_layer_itself(optimizer, options, replicas, quiet, monkeypatch):
     backend = create("mirrored", replicas) if replicas > 1 else "single"
     task = Words({"sgd": lambda: keras.optimizers.SGD(0.5), "adam": lambda: keras.optimizers.Adam(0.1)}[optimizer])
-    options = {"epochs": 2, "batch_size": 20, "backend": backend} | options
+    evaluated = "never" if options else "epoch"  # the options change the training alone
+    options = {"epochs": 2, "batch_size": 20, "eval_every": evaluated, "backend": backend} | options
     by_rows = fit(task, callbacks=quiet(), **options)
     monkeypatch.setattr(train_step, "replace_lookup", lambda: None)
     monkeypatch.setattr(keras.layers.Embedding, "call", keras.layers.Embedding.call.replaces)
