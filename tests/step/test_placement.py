@@ -86,7 +86,8 @@ def test_same_bits_as_on_one_device(kind, options, quiet):
 
 @pytest.mark.parametrize(("kind", "precision", "bound"), [(Spread, "float32", 5e-6), (WithBatchNorm, "float64", 1e-12)])
 def test_overlapping_micro_batches_change_nothing_but_rounding(kind, precision, bound, quiet):
-    one, two = (trained(kind, count, quiet, accumulate=7, precision=precision) for count in (1, 2))
+    options = {"accumulate": 7, "precision": precision, "eval_every": "never"}
+    one, two = (trained(kind, count, quiet, **options) for count in (1, 2))
     weights = ([variable.numpy() for variable in result.model.trainable_variables] for result in (one, two))
     assert largest_difference(*weights) <= bound
 
@@ -111,7 +112,8 @@ def test_weights_gradients_and_the_optimizer_are_on_one_device(accumulate, quiet
     looks = Looks()
     backend = backends.create("single", devices_per_replica=2)
     quiet_ones = quiet(checkpoint=None, journal=None)
-    fit(Spread(), backend=backend, callbacks=quiet_ones + [looks], batch_size=20, accumulate=accumulate, ema=0.9)
+    options = {"batch_size": 20, "accumulate": accumulate, "ema": 0.9, "eval_every": "never"}
+    fit(Spread(), backend=backend, callbacks=quiet_ones + [looks], **options)
     seen = set()
     for (kind, name), device in looks.nodes.items():
         if kind in ("MatMul", "ReluGrad", "BiasAddGrad", "Rsqrt", "RsqrtGrad"):
