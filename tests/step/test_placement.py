@@ -167,6 +167,7 @@ def test_on_the_command_line_with_two_workers(tmp_path):
     hashes = []
     for more in ([], ["--devices-per-replica", 2]):
         options = ["--backend", "horovod", "--workers", 2, "--steps", 4, "--track", "off", "--json"]
+        options += ["--eval-every", "never"]
         ended = tfloop(
             "train", "mine.py:Mine", *options, *more, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
         )
