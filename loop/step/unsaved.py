@@ -69,7 +69,8 @@ def warn_of_unsaved(
             "self.add_weight(trainable=False) in a layer",
             stacklevel=2,
         )
-    if any(node.op in _CALLS_PYTHON for node in nodes):
+    # Only the chief is here: collectives of the user's own in `compute` would wait for the other workers.
+    if backend.workers == 1 and any(node.op in _CALLS_PYTHON for node in nodes):
         _warn_of_python(task, built, backend, example)
     optimizers = [optimizer for optimizer, _ in built.optimizers.values()]
     _warn_of_held(_unsaved(task, built.model, saved, graph, optimizers))
