@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import warnings
+from collections.abc import Iterable
 
 from loop.errors import UsageError
 from loop.model.variables import as_tf, trainable_variables, variable_names
@@ -38,12 +39,12 @@ class LateChanges:
 
     def note(self) -> None:
         """Notes the numbers that the step has just been traced with."""
-        self._numbers = self._current()
+        self._numbers = self._current(self._names)
 
     def warn(self, of_model: bool) -> None:
         """Warns of numbers of the task that have changed since, once of each; `of_model`: of variables, too."""
-        for name, number in self._current().items():
-            before = self._numbers.get(name, number)
+        for name, number in self._current(self._numbers).items():
+            before = self._numbers[name]
             if number != before and number == number:  # nan isn't equal to itself
                 del self._numbers[name]
                 warnings.warn(
@@ -68,11 +69,11 @@ class LateChanges:
                 stacklevel=2,
             )
 
-    def _current(self) -> dict[str, float]:
-        """The numbers that the steps read from the task, by name."""
+    def _current(self, names: Iterable[str]) -> dict[str, float]:
+        """Those of the task's attributes of these names that are numbers."""
         own = getattr(self._task, "__dict__", {})
         numbers = {}
-        for name in self._names:
+        for name in names:
             value = own.get(name, getattr(type(self._task), name, None))
             if isinstance(value, int | float):
                 numbers[name] = value
