@@ -10,6 +10,7 @@ import pytest
 
 from tests import warm
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has what the server needs")
 ABOUT = """
 import json, os, signal, sys
 about = {
@@ -32,7 +33,6 @@ sys.exit(7)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has what it needs")
 @pytest.mark.parametrize(
     ("how", "new_session"), [(["-P", "-c", ABOUT], False), (["-c", ABOUT], True), (["script.py"], False)]
 )
@@ -55,7 +55,6 @@ def test_a_warm_process_is_what_a_cold_one_is(how, new_session, tmp_path, monkey
     assert found[1]["parent"] == os.getpid()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has what it needs")
 def test_a_warm_process_is_killed_as_any_other():
     code = "import time; print('there', flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-X", "warm", "-c", code], stdout=subprocess.PIPE) as process:
@@ -64,7 +63,6 @@ def test_a_warm_process_is_killed_as_any_other():
         assert process.wait(60) == -signal.SIGKILL
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has what it needs")
 def test_a_signal_ignored_while_the_server_starts_is_ignored_only_then(monkeypatch):
     """As within `before_training`, where a test may be the first of its process to start another."""
     monkeypatch.delenv("TFLOOP_TESTS_COLD", raising=False)
@@ -91,7 +89,6 @@ atexit.register(lambda: print(all(os.fstat(number) for number in opened)))
 STARTS = "import subprocess, sys; subprocess.run([sys.executable, '-X', 'warm', '-c', sys.argv[1]], check=True)"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has what it needs")
 def test_at_the_end_of_a_process_of_a_warm_process_its_files_are_open():
     command = [sys.executable, "-X", "warm", "-c", STARTS, CHECKS_ITS_FILES]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

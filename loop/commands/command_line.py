@@ -34,7 +34,7 @@ _OF_PARSER = {
 }
 """What the parser of the command line says, and what tfloop says instead."""
 _PAUSE = 1.0
-"""Seconds that threads have to end before they are named."""
+"""Seconds between two looks at the main thread, and seconds that other threads have to end before they are named."""
 
 
 def check(words: Sequence[str]) -> None:
@@ -238,11 +238,11 @@ def _other_threads() -> list[str]:
 
 
 def _tell_of_threads() -> None:
-    # Not `join`, whose lock may be in the way of the main thread's end.
+    # Not `join`: Python's own end fails if another thread holds the lock of the main thread just then.
     while threading.main_thread().is_alive():
         time.sleep(_PAUSE)
+    # Python ends idle threads of executors only now. Most processes have ended before this pause is over.
     time.sleep(_PAUSE)
-    # The last one may have just ended: then the process ends by itself.
     if names := ", ".join(map(repr, _other_threads())):
         tell(f"waiting for threads that still run: {names}. Have the task end them, or start them with daemon=True")
 

@@ -181,7 +181,7 @@ def _inputs(data: Any) -> Any:
         if path.suffix != ".npz":
             return IndexedData(str(path))
         with path.open("rb") as file:
-            # Checked first: the message of `np.load` would advise to allow pickle.
+            # Before `np.load`, whose message for such a file advises to allow pickle, which would run foreign code.
             if not zipfile.is_zipfile(file):
                 raise ValueError("it isn't a zip file, or not a whole one")
             file.seek(0)

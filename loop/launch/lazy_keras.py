@@ -17,17 +17,17 @@ _PARTS = (
     "keras.visualization", "keras.wrappers", "keras.src.visualization",
     "keras.src.trainers.data_adapters.array_slicing",  # of Keras's own `fit`, `evaluate` and `predict`
 )  # fmt: skip
-_lock = threading.RLock()  # for the thread that runs the code of a part
+_lock = threading.RLock()  # held while the code of a part runs
 
 
 class _Part(ModuleType):
-    """A module whose code runs when it is first asked for something.
+    """A module whose code runs at the first access to an attribute that isn't about the module itself.
 
-    Not `importlib.util.LazyLoader`: with it, `__file__` is something, too, and AutoGraph asks each module for that.
+    With `importlib.util.LazyLoader`, `__file__` would run it, too, and AutoGraph reads that of all modules.
     """
 
     def __getattr__(self, name: str) -> object:
-        """Python calls it for what the module doesn't have, or not yet."""
+        """Python calls it for an attribute that the module doesn't have, or not yet."""
         if not name.startswith("__"):
             _run(self)
         return super().__getattribute__(name)
@@ -49,11 +49,12 @@ class _Loader(Loader):
 
 
 def _run(part: ModuleType) -> None:
+    """Runs the code of a module, once. Other threads that need the module wait."""
     assert part.__spec__ is not None
     mine = part.__spec__.loader
     assert isinstance(mine, _Loader)
     with _lock:
-        # The code itself may ask for something that isn't there.
+        # Before the code runs: it may look for an attribute that it hasn't set yet.
         loader, mine.loader = mine.loader, None
         if loader is not None:
             loader.exec_module(part)

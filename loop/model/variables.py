@@ -270,6 +270,11 @@ def optimizers_of(optimizer: Optimizer) -> list[Optimizer]:
     return list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
 
 
+def class_names(optimizer: Optimizer) -> list[str]:
+    """The name of the class of an optimizer, or of each of a dict of them."""
+    return [type(member).__name__ for member in optimizers_of(optimizer)]
+
+
 def learning_rates(optimizer: Optimizer) -> list[float | None]:
     """The learning rate of an optimizer, or of each of a dict of them; None for a schedule."""
     rates: list[float | None] = []

@@ -13,6 +13,7 @@ from loop.checkpoint.writer import arrays
 from loop.data import Rows
 from loop.errors import message_of
 from loop.run import state
+from loop.run.bus import goes_alone
 from loop.run.state import Arrays
 from loop.task import Batch
 
@@ -32,8 +33,7 @@ def keep_bad_step(run: Run, skipped: bool) -> str:
     Returns:
         A note for the user; "" if the step isn't kept.
     """
-    # The directory of a dry run or a trial is removed at its end.
-    if any(getattr(callback, "alone", False) for callback in run.callbacks.values()):
+    if goes_alone(run.callbacks.values()):  # what is kept would be removed at once
         return ""
     progress = run.progress
     directory = run.directory / "bad"

@@ -65,9 +65,14 @@ def callbacks_of(task: TrainTask, given: Iterable[Callback] | None, options: Opt
     # A run that a command tries or measures goes without these, also without the user's own: they take time, and they
     # would keep its results.
     left_out = (Checkpoint, MLflowTracker, Progress)
-    if any(getattr(callback, "alone", False) for callback in callbacks):
+    if goes_alone(callbacks):
         callbacks = [callback for callback in callbacks if not isinstance(callback, left_out)]
     return callbacks
+
+
+def goes_alone(callbacks: Iterable[Callback]) -> bool:
+    """Whether a command only tries or measures a task in this run, whose directory it removes at the end."""
+    return any(getattr(callback, "alone", False) for callback in callbacks)
 
 
 def _check_list(callbacks: object, what: str) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from loop.checkpoint.array_files import Json
 from loop.errors import UsageError
+from loop.model.variables import class_names
 
 if TYPE_CHECKING:
     from loop.run.session import Session
@@ -75,7 +76,7 @@ def optimizer_settings(state: Json, session: Session) -> dict[str, tuple[object,
     names = [f" of {name!r}" for name in optimizer] if isinstance(optimizer, dict) else [""]
     pairs: dict[str, tuple[object, object]] = {}
     # An older version of tfloop has recorded fewer of them.
-    for name, before, now in zip(names, state.get("optimizers", []), session.optimizer_classes, strict=False):
+    for name, before, now in zip(names, state.get("optimizers", []), class_names(optimizer), strict=False):
         pairs[f"the optimizer{name}"] = (before, now)
     for name, old, new in zip(names, state.get("learning_rates", []), session.learning_rates, strict=False):
         pairs[f"the learning rate{name}"] = (_shown_rate(old), _shown_rate(new))

@@ -329,7 +329,7 @@ def _compare(run: Run, path: Path, state: Json) -> list[str]:
     pairs |= _phases(before.get("phases"), now.get("phases"), index_of(state, run.task))
     # A checkpoint of a later phase than the session's may have other optimizers. A later attempt of an elastic job has
     # the same code; its learning rate may be multiplied by the number of workers.
-    later_attempt = run.backend.member is not None and bool(run.backend.member.generation)
+    later_attempt = run.backend.member and run.backend.member.generation
     if not run.plan.named and not later_attempt:
         pairs |= optimizer_settings(state, run.session)
 

@@ -20,7 +20,7 @@ from loop.data.shared_arrays import shared
 from loop.errors import UsageError
 from loop.launch.backend_choice import choose_backend
 from loop.model.precision import keras_precision
-from loop.model.variables import learning_rates, model_variables, optimizers_of
+from loop.model.variables import learning_rates, model_variables
 from loop.options import Options, phases_of, with_defaults
 from loop.run.phases import PER_PHASE, options_of
 from loop.step import approximations, sharding
@@ -53,7 +53,6 @@ class Session:
         phase_options: the same, with what the phase has of its own.
         data: the sources, not sharded yet.
         built: model and optimizer.
-        optimizer_classes: the names of the optimizers' classes.
         learning_rates: the learning rates of the optimizers, as the task has set them.
         model_variables: the model's variables in each phase so far.
         step: the compiled step, once `make_step` has made it.
@@ -65,7 +64,6 @@ class Session:
     phase_options: Options
     data: Data
     built: BuiltModel
-    optimizer_classes: list[str]
     learning_rates: list[float | None]
     step: TrainStep
 
@@ -110,7 +108,6 @@ class Session:
             what = evaluation_sets.described(name)
             with keras_precision(precision):
                 try_evaluation(self.task, self.built, self.backend, example, source.example, what)
-        self.optimizer_classes = [type(member).__name__ for member in optimizers_of(self.built.optimizer)]
         self.learning_rates = learning_rates(self.built.optimizer)
         # For each phase: the order of a model's variables may depend on which of them are trained.
         self.model_variables.append(model_variables(self.built.model))

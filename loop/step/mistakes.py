@@ -84,7 +84,8 @@ def explained(error: BaseException) -> UsageError | None:
         return None
     message = message_of(error)
     frames = traceback.extract_tb(error.__traceback__)
-    # TensorFlow's variables have such methods in a base class, which raises this error without a message.
+    # A method that TensorFlow's variables lack is one of their base class, which raises this error without a message.
+    # The method's name is that of the innermost frame; an error that was never raised has no frame.
     if isinstance(error, NotImplementedError) and not error.args and frames:
         message = f"no {frames[-1].name}"
     for mistake in MISTAKES:

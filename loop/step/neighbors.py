@@ -42,7 +42,7 @@ def warn_of_loss(
     sums = MetricSums(names, trial.metrics)
     if not trial.shares_batches or (trial.seen is None and trial.fixed is None):
         return
-    if trial.seen is None:  # alone, an example isn't taken; but a few may be
+    if trial.seen is None:  # `compute` doesn't take a single example, but several
         if not _adds_up(lambda batch: compute(batch, training=True), trial.example, trial, backend, model, sums):
             _warn_of_neighbors(trial, bool(seeds(model)))
         return
