@@ -43,13 +43,12 @@ def verify(
     def job(directory: Path) -> str:
         code, problem, *_ = run_job(backend, 2, [*sys.argv[1:], "--record", str(directory)])
         if code == PREEMPTED:
-            tell("stopped: nothing is left behind")
             raise KeyboardInterrupt  # the wish to stop was for the whole command, not for its job alone
         return problem
 
     # In each of two precisions: one replica, itself again, and two numbers of replicas; then the causes.
     stages = 10 if processes else 9
-    with shown_stages(stages) as progress, stderr.quiet_start():
+    with stopped_clean("nothing is left behind"), shown_stages(stages) as progress, stderr.quiet_start():
         from loop.backends import devices
         from loop.commands import verify as verify_
 
