@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from loop.errors import UsageError
-from loop.model.variables import as_tf, trainable_variables, variable_names
+from loop.model.variables import as_tf, layers, trainable_variables, variable_names
+from loop.step.build import BuiltModel
 from loop.task import Model, TrainTask
 
 
 class LateChanges:
-    """Compares the task's numbers and the model's trained variables with those that the step was traced with.
+    """Compares the numbers of the task and its layers, and what is trained, with what the step was traced with.
 
     Args:
         task: the task.
-        model: its model, just built, as its optimizer is.
+        built: what it has just built.
     """
 
-    def __init__(self, task: TrainTask, model: Model) -> None:
+    def __init__(self, task: TrainTask, built: BuiltModel) -> None:
         self._task = task
-        self._model = model
-        self._trained = _trained(model)
+        self._built = built
+        self._model = built.model
+        self._trained = _trained(built.model)
         self._names = _read_by_steps(type(task))
         self._numbers: dict[str, float] = {}
+        self._settings: list[tuple[object, str, float]] = []
 
     def check_setup(self) -> None:
         """Refuses layers that a callback has unfrozen in on_setup: the optimizer doesn't know their variables."""
@@ -40,9 +44,10 @@ class LateChanges:
     def note(self) -> None:
         """Notes the numbers that the step has just been traced with."""
         self._numbers = self._current(self._names)
+        self._settings = list(_settings(self._built))
 
     def warn(self, of_model: bool) -> None:
-        """Warns of numbers of the task that have changed since, once of each; `of_model`: of variables, too."""
+        """Warns of numbers of the task that have changed since, once of each; `of_model`: of the model's, too."""
         for name, number in self._current(self._numbers).items():
             before = self._numbers[name]
             if number != before and number == number:  # nan isn't equal to itself
@@ -55,7 +60,21 @@ class LateChanges:
                 )
 
         if of_model:
+            self._warn_of_settings()
             self._warn_of_trained()
+
+    def _warn_of_settings(self) -> None:
+        """Warns of numbers that layers and optimizers were made with, and that have changed since; once of each."""
+        for setting in self._settings.copy():
+            owner, name, before = setting
+            number = vars(owner).get(name)
+            if number != before:
+                self._settings.remove(setting)
+                warnings.warn(
+                    f"{name} of {getattr(owner, 'name', owner)} was changed from {before!r} to {number!r}, but the "
+                    f"compiled steps keep {before!r}: change it in begin_phase() of a task with phases",
+                    stacklevel=2,
+                )
 
     def _warn_of_trained(self) -> None:
         """Warns if other variables are trainable now; once."""
@@ -84,6 +103,17 @@ def _trained(model: Model) -> dict[int, str]:
     """The names of the trainable variables, by the identity of the variable."""
     variables = trainable_variables(model)
     return dict(zip(map(id, as_tf(variables)), variable_names(variables), strict=True))
+
+
+def _settings(built: BuiltModel) -> Iterator[tuple[object, str, float]]:
+    """The numbers that layers and optimizers were made with, such as a Dropout's `rate`: (owner, name, number)."""
+    optimizers = list(built.optimizer.values()) if isinstance(built.optimizer, dict) else [built.optimizer]
+    for owner in [*layers(built.model), *optimizers]:
+        # Other attributes may count, while functions are traced, how often a layer was called.
+        for name in inspect.signature(type(owner)).parameters:
+            number = vars(owner).get(name)
+            if isinstance(number, int | float):
+                yield owner, name, number
 
 
 def _read_by_steps(kind: type[TrainTask]) -> set[str]:

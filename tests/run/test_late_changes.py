@@ -2,6 +2,7 @@
 
 import warnings
 
+import keras
 import pytest
 
 from callbacks import LambdaCallback
@@ -45,6 +46,30 @@ def test_a_number_that_is_changed_in_time_or_that_no_step_reads_is_nothing_to_sa
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*was changed")
         _trained(quiet, epoch_start=in_time, steps_end=count)
+
+
+class Regularized(Unweighted):
+    """Its model and its optimizer are made with numbers."""
+
+    def build_model(self):
+        return keras.Sequential([*super().build_model().layers, keras.layers.Dropout(0.25, name="dropped")])
+
+    def build_optimizer(self):
+        return keras.optimizers.AdamW(weight_decay=0.125, name="adam")
+
+
+def test_numbers_of_layers_and_optimizers_that_a_callback_changes_are_named(quiet):
+    def change(run, logs):
+        run.model.layers[-1].rate = 0.75
+        run.optimizer.weight_decay = 0.5
+
+    with pytest.warns(UserWarning, match="was changed") as caught:
+        fit(Regularized(), epochs=2, callbacks=quiet() + [LambdaCallback(epoch_end=change)])
+    texts = [str(warning.message) for warning in caught if "was changed" in str(warning.message)]
+    assert [text.partition(", but")[0] for text in texts] == [
+        "rate of dropped was changed from 0.25 to 0.75",
+        "weight_decay of adam was changed from 0.125 to 0.5",
+    ]
 
 
 def _freeze(run):
