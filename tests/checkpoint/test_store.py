@@ -158,7 +158,7 @@ def test_whatever_the_network_does_the_bytes_are_the_same(store, url, tmp_path, 
 
 def test_a_store_that_fails_for_a_while_is_waited_for(store, url, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv(mirror.WAIT, "60")
-    monkeypatch.setattr(copies, "_PAUSE", 0.1)
+    monkeypatch.setattr("loop.checkpoint.store.bucket._PAUSE", 0.1)
     with copies.mirrored(url) as directory:
         write(directory, 1, 2)
     other_machine(monkeypatch, tmp_path)
@@ -166,7 +166,7 @@ def test_a_store_that_fails_for_a_while_is_waited_for(store, url, tmp_path, monk
     with copies.mirrored(url) as moved:
         assert steps_in(moved) == [1, 2]
     assert store.cuts == 0
-    assert "trying again" in capfd.readouterr().err
+    assert capfd.readouterr().err.count("trying again for 60 s") == 1
 
 
 def test_a_lease_is_renewed_while_a_run_is_brought(store, url, tmp_path, monkeypatch):
@@ -327,14 +327,17 @@ def test_a_kill_while_the_lease_is_taken_costs_nothing_of_what_was_here(moment, 
 
 
 def test_what_a_store_says_is_told_and_a_start_without_it_is_no_bad_input(store, url, command, monkeypatch):
-    monkeypatch.setenv(mirror.WAIT, "0")
+    monkeypatch.setenv(mirror.WAIT, "60")
     missing = url.replace("s3://bucket/", "s3://missing/")
     code, _, err = command("runs", "show", missing)
     assert code == 1
     assert f"tfloop: error: {missing}: NoSuchBucket: The specified bucket does not exist (" in err
     assert "<" not in err
     # A queue may try a failed start again; what is bad input, never.
-    assert command("train", "digits", "--steps=1", "--track=off", "--run-dir", missing)[0] == 1
+    code, _, err = command("train", "digits", "--steps=1", "--track=off", "--run-dir", missing)
+    assert code == 1
+    assert "trying again" not in err  # the store has answered
+    assert err.endswith(": check the credentials, the bucket's name and its region\n")
 
 
 def test_a_command_starts_from_a_run_in_a_store_and_goes_on_elsewhere(store, url, command, tmp_path, monkeypatch):

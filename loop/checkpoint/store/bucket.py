@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from callbacks.files import fsync_directory, reading, replacing
-from callbacks.run_record.redaction import mask
+from callbacks.run_record.redaction import mask, tell
 from loop.errors import TrainingError, UsageError
 
 # An ETag depends on the size of the parts: what is sent and what is hashed must be cut in the same way.
@@ -25,6 +25,10 @@ PART = 8 << 20
 """Bytes of a part of a large object."""
 _SAID = re.compile(r"<Code>([^<]*)</Code>\s*<Message>([^<]*)</Message>")
 """In an answer: why the store refuses, such as that there is no such bucket, or that this machine's clock is wrong."""
+_REFUSED = re.compile(r"status code: 4(?!08|09|25|29)\d\d")
+"""In an error of the library: the store refuses. After a timeout, a conflict or too many requests, it may not again."""
+_PAUSE = 3.0
+"""Seconds between two tries, while the store doesn't answer."""
 _TRIES = 5
 """How often an object is asked for whose bytes aren't those that were put."""
 
@@ -33,12 +37,43 @@ class StoreError(TrainingError):
     """The store did not answer, refused, or answered wrongly; the message is one line."""
 
 
+class RefusedError(StoreError):
+    """The store refuses, as with wrong credentials: asking again doesn't help."""
+
+
 class MissingError(StoreError):
     """There is no such object."""
 
 
 class DamagedError(StoreError):
     """An object isn't what was put, however often it is asked for."""
+
+
+class Patience:
+    """Waits for a store that doesn't answer, and says so once.
+
+    Args:
+        seconds: for how long, from the first failure.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._deadline: float | None = None
+
+    def wait(self, error: StoreError) -> None:
+        """Waits a while after a failure.
+
+        Raises:
+            StoreError: the given one; the store refuses, or has not answered for so long.
+        """
+        is_first = self._deadline is None
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._seconds
+        if isinstance(error, RefusedError) or time.monotonic() >= self._deadline:
+            raise error
+        if is_first:
+            tell(f"warning: {error}: trying again for {self._seconds:g} s")
+        time.sleep(_PAUSE)
 
 
 class Digest(NamedTuple):
@@ -104,7 +139,10 @@ class Bucket:
             is_of_library = type(error).__module__.split(".")[0] == "obstore"
             if not is_of_library and not isinstance(error, OSError | ValueError):
                 raise
-            raise StoreError(f"{self.url}: {mask(_first_line(str(error))):.300}") from None
+            text = f"{self.url}: {mask(_first_line(str(error))):.300}"
+            if _REFUSED.search(str(error)):
+                raise RefusedError(f"{text}: check the credentials, the bucket's name and its region") from None
+            raise StoreError(text) from None
 
     def create(self, key: str, content: bytes) -> bool:
         """Makes an object, unless there is one of that name; returns whether it was made, by this call."""

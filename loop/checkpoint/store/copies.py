@@ -18,15 +18,13 @@ from callbacks.run_record.redaction import tell
 from callbacks.types import JsonObject
 from loop.checkpoint import lock
 from loop.checkpoint.store import address
-from loop.checkpoint.store.bucket import Bucket, DamagedError, MissingError, StoreError
+from loop.checkpoint.store.bucket import Bucket, DamagedError, MissingError, Patience, StoreError
 from loop.checkpoint.store.lease import TTL, Lease, State, believed
 from loop.checkpoint.store.mirror import Mirror, wait_at_end
 from loop.errors import UsageError
 
 LEASE = "TFLOOP_STORE_LEASE"
 """Environment variable: after how many seconds of silence another machine may take a run over; 30."""
-_PAUSE = 3.0
-"""Seconds between two tries, while the store doesn't answer."""
 _LOOK = 0.5
 """Seconds between two looks at a lease."""
 
@@ -114,7 +112,7 @@ def _taken(
     owner = {**lock.about_this_process(), "nonce": secrets.token_hex(8)}
     lease = Lease(bucket, owner, ttl())
     first: State | None = None
-    deadline = time.monotonic() + wait_at_end()
+    patience = Patience(wait_at_end())
 
     def is_gone(owner: JsonObject) -> bool:
         return (ended is not None and owner.get("nonce") == ended) or lock.is_dead(owner)
@@ -123,10 +121,7 @@ def _taken(
         try:
             newest = lease.try_take(is_gone, functools.partial(prepare, owner["nonce"]))
         except StoreError as error:
-            if time.monotonic() >= deadline:
-                raise
-            tell(f"warning: {error}: trying again")
-            time.sleep(_PAUSE)
+            patience.wait(error)
             continue
         if newest is None:
             return lease
@@ -149,7 +144,7 @@ def _bring_as_owner(bucket: Bucket, lease: Lease, directory: Path) -> None:
         LeaseLostError: another process has taken the lease.
     """
     assert lease.state is not None
-    deadline = float("inf")  # until the first failure: a large run may take any time to bring
+    patience = Patience(wait_at_end())
     while True:
         try:
             bring(bucket, lease.state, directory, lease.renew)
@@ -157,12 +152,7 @@ def _bring_as_owner(bucket: Bucket, lease: Lease, directory: Path) -> None:
         except (MissingError, DamagedError):  # the store has answered: waiting doesn't help
             raise
         except StoreError as error:
-            now = time.monotonic()
-            deadline = min(deadline, now + wait_at_end())
-            if now >= deadline:
-                raise
-            tell(f"warning: {error}: trying again")
-            time.sleep(_PAUSE)
+            patience.wait(error)
 
 
 def ttl() -> float:
