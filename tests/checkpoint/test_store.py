@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 from urllib.parse import quote
+from urllib.request import Request, urlopen
 
 import numpy as np
 import obstore
@@ -23,6 +24,7 @@ from loop.commands.cli.runs import _confirm_removal
 from loop.commands.evaluate import evaluate
 from loop.errors import UsageError
 from loop.run import trust
+from tests import s3
 from tests.callback.test_tracking import Server
 from tests.checkpoint.stored_runs import Process, is_tidy, other_machine, steps_in, tensors, write
 from tests.checkpoint.test_parts import written
@@ -394,6 +396,19 @@ def test_large_files_travel_in_parts(store, url, tmp_path):
     assert about["e_tag"].strip('"') == digest.etag
     bucket.download("data/large", tmp_path / "back", digest.bytes, digest.sha256)
     assert (tmp_path / "back").read_bytes() == path.read_bytes()
+
+
+def test_names_of_other_objects_hide_no_runs(store, url):
+    """The library that lists objects refuses them all if one has such a name."""
+    with copies.mirrored(url) as directory:
+        write(directory, 1)
+    folder = url.rpartition("/")[0]
+    for name in ("other//object", "other/../object"):
+        place = f"{store.endpoint}/{folder.removeprefix('s3://')}/{name}"
+        urlopen(Request(place, data=b"x", method="PUT", headers=s3.signed())).close()
+        with pytest.raises(StoreError, match="invalid path"):
+            Bucket(folder).keys("")
+    assert copies.runs_below(folder) == ["run"]
 
 
 def test_of_an_object_that_is_too_long_the_rest_is_not_brought(tmp_path):

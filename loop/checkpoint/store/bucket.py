@@ -292,6 +292,11 @@ class Bucket:
                 keys += [entry["path"] for entry in page]
             return sorted(keys)
 
+    def folders(self) -> list[str]:
+        """The names of the folders right below the URL, sorted, without a look at what is in them."""
+        with self._errors("a folder"):
+            return sorted(self._obstore.list_with_delimiter(self._store)["common_prefixes"])
+
     def delete(self, keys: Sequence[str]) -> None:
         """Removes objects; those that aren't there are passed over."""
         for key in keys:

@@ -19,7 +19,7 @@ from callbacks.types import JsonObject
 from loop.checkpoint import lock
 from loop.checkpoint.store import address
 from loop.checkpoint.store.bucket import Bucket, DamagedError, MissingError, Patience, StoreError
-from loop.checkpoint.store.lease import TTL, Lease, State, believed
+from loop.checkpoint.store.lease import TTL, Lease, State, believed, positions
 from loop.checkpoint.store.mirror import Mirror, wait_at_end
 from loop.errors import UsageError
 
@@ -315,12 +315,8 @@ def _size(path: Path) -> int:
 
 def runs_below(url: str) -> list[str]:
     """The names of the runs right below a URL."""
-    names = set()
-    for key in Bucket(url).keys(""):
-        parts = key.split("/")  # of a state: run, "state", counter, number
-        if len(parts) == 4 and parts[1] == "state":
-            names.add(parts[0])
-    return sorted(names)
+    bucket = Bucket(url)
+    return [name for name in bucket.folders() if positions(bucket, name)]
 
 
 def deliver(url: str) -> bool:

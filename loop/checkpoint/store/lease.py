@@ -81,10 +81,12 @@ class State:
         return json.dumps({**body, "sha256": _digest(body)}).encode()
 
 
-def positions(bucket: Bucket) -> list[Position]:
-    """Where there are states, the one that counts last."""
+def positions(bucket: Bucket, run: str = "") -> list[Position]:
+    """Where there are states, the one that counts last; of the bucket's own run, or of one below its URL."""
     all_positions = []
-    for match in map(_KEY.fullmatch, bucket.keys(_FOLDER)):
+    below = f"{run}/" if run else ""
+    for key in bucket.keys(f"{below}{_FOLDER}"):
+        match = _KEY.fullmatch(key.removeprefix(below))
         if match is not None:
             all_positions.append((int(match[1]), int(match[2])))
     return sorted(all_positions)
