@@ -180,11 +180,12 @@ class Computing:
         self, source: Source, rows: Rows, stand_in: Batch | None, parts: int, phase: int = 0
     ) -> Iterator[Replica]:
         """The replica within which `compute` is traced; see `Replica` and `of_rows` for the arguments."""
-        replica = Replica(self._backend, rows, self._seed, source.most(parts), phase, stand_in)
+        replica = Replica(self._backend, rows, self._seed, source.most(parts), phase)
+        compiled = self.compiles(source)
+        replica.use_stand_in(stand_in, compiled)
         replica.fixed_rows = self._fixed_rows
         # Within a branch, a graph of its own, or what XLA compiles, there can be no collective.
         in_branch = source not in self.computed_by_all and source.leaves_some_without(self._backend.replicas * parts)
-        compiled = self.compiles(source)
         replica.collective = not (in_branch or compiled or self.is_isolated(source))
         replica.compiled = source is self._compiled and self._backend.replicas > 1
         try:

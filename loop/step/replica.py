@@ -39,7 +39,6 @@ class Replica:
         seed: the seed of the run.
         most: the greatest number of rows of a (micro-)batch, over all replicas.
         phase: the index of this `minimize` within the step.
-        stand_in: one example as a batch, for a replica without rows; None: such a replica computes nothing.
 
     Attributes:
         collective: whether there can be a collective in this trace.
@@ -52,9 +51,7 @@ class Replica:
         received: the sums over all replicas that it has got.
     """
 
-    def __init__(
-        self, backend: Backend, rows: Rows, seed: int, most: int, phase: int = 0, stand_in: Batch | None = None
-    ) -> None:
+    def __init__(self, backend: Backend, rows: Rows, seed: int, most: int, phase: int = 0) -> None:
         self.backend = backend
         self.rows = rows
         self.seed = seed
@@ -71,11 +68,30 @@ class Replica:
         self.fixed_rows: int | None = None
         # A function, because most models don't ask for it: then the graph must have no operations for it.
         self._index: Callable[[], tf.Tensor] = lambda: rows.index
-        if stand_in is not None:
-            counts_something = self.count > 0
-            stand_ins = tf.nest.flatten(stand_in)[0].shape[0] or 1
-            self.counts_something = counts_something
-            # Selected in the graph: in another step, the replica of this trace may have rows.
+
+    def use_stand_in(self, stand_in: Batch | None, compiled: bool) -> None:
+        """Computes examples that count for nothing where the replica has no rows.
+
+        Args:
+            stand_in: the examples, as a batch; None: such a replica computes nothing.
+            compiled: whether XLA compiles the trace.
+        """
+        if stand_in is None:
+            return
+        rows = self.rows
+        counts_something = self.count > 0
+        stand_ins = tf.nest.flatten(stand_in)[0].shape[0] or 1
+        self.counts_something = counts_something
+
+        def first_rows(own: tf.Tensor, others: tf.Tensor) -> tf.Tensor:
+            end = tf.where(counts_something, self.count, stand_ins)
+            return tf.concat([own, others], 0)[:end]
+
+        # Selected in the graph: in another step, the replica of this trace may have rows.
+        if compiled:  # XLA must know how many rows there are, which it wouldn't after a branch
+            self.batch = tf.nest.map_structure(first_rows, rows.batch, stand_in)
+            self._index = lambda: first_rows(rows.index, tf.zeros([stand_ins], tf.int64))
+        else:
             self.batch = tf.cond(counts_something, lambda: rows.batch, lambda: stand_in)
             self._index = lambda: tf.cond(counts_something, lambda: rows.index, lambda: tf.zeros([stand_ins], tf.int64))
 

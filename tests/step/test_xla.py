@@ -107,6 +107,27 @@ def test_what_xla_cannot_compile_is_said_and_left_to_the_graph():
     assert xla.weights_sha256 == trained(Opaque(), eval_every="never").weights_sha256
 
 
+@pytest.mark.filterwarnings(r"ignore:compute\(\) changes .* by its rows|compute\(\) changes .* in each call")
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_micro_batch_without_rows_beside_a_layer_that_counts_calls(replicas):
+    """Its stand-in was chosen by a branch, after which XLA didn't know the number of rows."""
+
+    class Normalized(Weighted):
+        def build_model(self):
+            layer = keras.layers.SpectralNormalization(keras.layers.Dense(4))
+            return keras.Sequential([keras.Input([5]), layer, keras.layers.Dense(1)])
+
+        def compute(self, model, batch, training):
+            # The gradient of this slice was what XLA refused.
+            return {"loss": model(batch[0], training=training)[..., 0] ** 2}
+
+    backend = create("mirrored", replicas) if replicas > 1 else "single"
+    options = {"batch_size": 2, "accumulate": 2, "precision": "float64", "eval_every": "never", "backend": backend}
+    in_graph, in_xla = (weights(trained(Normalized(examples=5), compile=way, **options)) for way in ("graph", "xla"))
+    for one, other in zip(in_graph, in_xla, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
 def test_the_program_is_compiled_once(tmp_path):
     source = """
 import callbacks
