@@ -136,11 +136,10 @@ class StreamSource:
         split.__dict__["example"] = self.example
 
         # What is made again must be split in the same way, since its iterator takes the place of this one's.
-        again = self._again
-        if again is not None:
+        if self._again is not None:
 
             def split_again() -> StreamSource | None:
-                remade = again()
+                remade = self.made_again()
                 return None if remade is None else remade.sharded(backend, policy)
 
             split._again = split_again
@@ -183,10 +182,8 @@ class StreamSource:
         Raises:
             tf.errors.OpError: the state belongs to an iterator of another pipeline.
         """
-        if state is not None and self._again is not None:
-            again = self._again()
-            if again is not None:
-                return self._restored(again, epoch, step_in_epoch, state, stopped)
+        if state is not None and (again := self.made_again()) is not None:
+            return self._restored(again, epoch, step_in_epoch, state, stopped)
 
         # Whole epochs are read to their end: what draws random numbers or keeps a state on the way must come to where
         # it was.
@@ -204,6 +201,10 @@ class StreamSource:
             # A checkpoint must not have the state of an iterator that isn't where the run is.
             self._unsaved = "the run was stopped before it was reached"
         return iterator
+
+    def made_again(self) -> StreamSource | None:
+        """The same stream, made once more from the same seeds; None: that isn't possible."""
+        return None if self._again is None else self._again()
 
     def _restored(
         self, again: StreamSource, epoch: int, step_in_epoch: int, state: np.ndarray, stopped: Callable[[], bool]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 import time
@@ -11,9 +12,10 @@ import tensorflow as tf
 
 from callbacks.files import read_json
 from callbacks.run_record.redaction import tell
-from loop.data import Data
+from loop.data import Data, StreamSource
 from loop.data.host_random import random_state, set_random_state
 from loop.errors import UsageError, message_of
+from loop.model.variables import carried_variables
 from loop.run.pace import Pace
 from loop.step.example_trace import put_back
 from loop.step.train_step import EPOCH_ENDED, NOT_FINITE, TrainStep
@@ -72,11 +74,20 @@ def _untried(run: Run) -> str:
 def _faster(run: Run, data: Data) -> str:
     """Makes steps in both ways, takes them back, and returns the faster way."""
     # All that steps change is put back, so that the run has the bits of one that has measured nothing.
-    variables = [*run.session.built.variables, *run.session.built.sliced_variables]
+    built = run.session.built
+    variables = [*built.variables, *built.sliced_variables, *carried_variables(built.model)]
     generators = random_state()
     try:
         with run.watchdog.phase("measuring the graph against XLA"), put_back(variables):
-            in_graph, in_xla = _step_seconds(run, data)
+            measured = _data_to_measure(data)
+            if measured is None:
+                tell(
+                    "compile=auto takes graph: steps are measured on a second data set, and this one can't be made "
+                    "again: train_data() returns the same object in each call, or shuffles within a repeat, below a "
+                    "cache or within one of several parts"
+                )
+                return GRAPH
+            in_graph, in_xla = _step_seconds(run, measured)
     except _XLARefusedError as error:
         tell(f"compile=auto takes graph: XLA can't compile this task ({error})")
         return GRAPH
@@ -89,6 +100,15 @@ def _faster(run: Run, data: Data) -> str:
         f"compile=auto takes {choice}: a step takes {1e3 * in_graph:.3g} ms in the graph, {1e3 * in_xla:.3g} ms in XLA"
     )
     return choice
+
+
+def _data_to_measure(data: Data) -> Data | None:
+    """Data like that of the run, from which steps may be measured; None: there is none."""
+    if not isinstance(data.train, StreamSource):
+        return data
+    # Each iterator of a data set that shuffles has another order, also those that are only measured.
+    again = data.train.made_again()
+    return None if again is None else dataclasses.replace(data, train=again)
 
 
 def _step_seconds(run: Run, data: Data) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -82,6 +83,50 @@ def test_a_stream_begins_at_its_first_example_also_if_it_draws_numbers(faster):
     auto = trained(Streamed(), compile="auto", prefetch=8)
     assert taken(auto) == faster
     assert auto.weights_sha256 == trained(Streamed(), compile=faster, prefetch=8).weights_sha256
+
+
+class Shuffled(Weighted):
+    """A stream, of which each iterator has another order."""
+
+    def train_data(self):
+        return tf.data.Dataset.from_tensor_slices(super().train_data().arrays).shuffle(200, seed=5)
+
+
+def test_a_stream_that_shuffles_has_the_order_of_a_run_that_measures_nothing(faster, tmp_path):
+    """The iterators that were measured counted as epochs: how many, was a matter of the clock."""
+    auto = trained(Shuffled(), compile="auto")
+    assert taken(auto) == faster
+    assert auto.weights_sha256 == trained(Shuffled(), compile=faster).weights_sha256
+    trained(Shuffled(), tmp_path / "run", compile="auto", epochs=1)
+    assert trained(Shuffled(), tmp_path / "run", compile="auto").weights_sha256 == auto.weights_sha256
+
+
+def test_a_stream_that_cannot_be_made_again_is_left_to_the_graph(quick, capsys):
+    made = Shuffled().train_data()
+
+    class Same(Shuffled):
+        def train_data(self):
+            return made
+
+    auto = trained(Same(), compile="auto")
+    assert taken(auto) == "graph"
+    assert "compile=auto takes graph: steps are measured on a second data set, and" in capsys.readouterr().err
+    assert auto.weights_sha256 == trained(Shuffled()).weights_sha256
+
+
+class Carrying(Weighted):
+    """A recurrent layer that goes on from its state of the batch before, which Keras counts as no variable."""
+
+    def build_model(self):
+        layers = [keras.layers.Reshape((5, 1)), keras.layers.GRU(3, stateful=True), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((5,), batch_size=16), *layers])
+
+
+def test_the_state_of_a_recurrent_layer_is_put_back(faster):
+    options = {"shuffle": False, "drop_remainder": True, "epochs": 1}
+    auto = trained(Carrying(), compile="auto", **options)
+    assert taken(auto) == faster
+    assert auto.weights_sha256 == trained(Carrying(), compile=faster, **options).weights_sha256
 
 
 @pytest.mark.parametrize("options", [[], "xla", {"compile": ["xla"]}])
