@@ -33,8 +33,10 @@ class Calls:
     """
 
     def __init__(self, steps_per_call: int | str, late_changes: LateChanges) -> None:
+        # Without the first call of each phase, which is traced and compiled.
         self._examples = 0
         self._seconds = 0.0
+        self._first_speed = 0.0
         self.start_phase(steps_per_call, late_changes)
 
     def start_phase(self, steps_per_call: int | str, late_changes: LateChanges) -> None:
@@ -93,14 +95,14 @@ class Calls:
 
     def _record(self, steps: int, examples: int, seconds: float) -> None:
         self.pace.record(steps, seconds)
-        if self.made == 1:  # the first call, which was traced and compiled, counts only until there is another
-            self._examples = 0
-            self._seconds = 0.0
+        if self.made:
+            self._examples += examples
+            self._seconds += seconds
+        else:
+            self._first_speed = examples / max(seconds, 1e-9)  # a coarse clock may show no time at all
         self.made += 1
-        self._examples += examples
-        self._seconds += seconds
 
     @property
     def examples_per_second(self) -> float:
-        """Examples trained on in this process, by the time that the compiled calls took."""
-        return self._examples / self._seconds if self._seconds else 0.0
+        """The speed of training in this process. The first call of each phase counts only while there is no other."""
+        return self._examples / self._seconds if self._seconds else self._first_speed

@@ -15,6 +15,7 @@ from loop.backends import create
 from loop.checkpoint import checkpoint_files
 from loop.commands import dry_run, find_lr, verify
 from loop.commands.export import export
+from loop.run.calls import Calls
 from tests.tasks import regression
 
 
@@ -32,6 +33,19 @@ class KillAt(Callback):
         if run.progress.step == self.step:
             run.checkpointing.held = None
             raise Killed
+
+
+def test_the_first_call_of_each_phase_counts_for_the_speed_only_while_there_is_no_other():
+    calls = Calls(8, None)
+    calls._record(8, 80, 4.0)
+    assert calls.examples_per_second == 20
+    calls._record(8, 80, 0.5)
+    assert calls.examples_per_second == 160
+    calls.start_phase(8, None)
+    calls._record(8, 80, 4.0)
+    assert calls.examples_per_second == 160
+    calls._record(8, 80, 0.3)
+    assert calls.examples_per_second == 200
 
 
 @dataclass
