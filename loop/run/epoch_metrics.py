@@ -50,7 +50,9 @@ class EpochMetrics:
     def restore(self, stored: Json) -> None:
         """Takes all of it from the manifest of a checkpoint."""
         # nan and infinities are texts in JSON, which `float` reads.
-        self.totals = np.array(list(map(float, stored["epoch_totals"])))
+        totals = np.array(list(map(float, stored["epoch_totals"])))
+        # A single number stands for no totals; see `close`.
+        self.totals = totals if totals.size > 1 else np.zeros(())
         self.ended = stored["epoch_ends"]
         self.evaluating = stored["evaluating"]
         self.evaluated_at = {"": stored["evaluated_at"], **stored.get("evaluated_sets", {})}
@@ -65,15 +67,18 @@ class EpochMetrics:
         """
         if not sets:
             self.eval_metrics = {}
+            self.evaluated = {}
         known = set(sets)
         for name, step in self.evaluated_at.items():
             if step >= 0:  # a checkpoint has -1 for a single set that there isn't
                 known.add(name)
-        for name in list(self.eval_metrics):
+        # An evaluation that was cut off has metrics of its complete sets.
+        for name in [*self.eval_metrics, *self.evaluated]:
             owners = [known_set for known_set in known if name.startswith(evaluation_sets.prefix(known_set))]
             # The longest name counts: `val_hard` rather than `val`, or "", the name of a single set, which always fits.
             if owners and max(owners, key=len) not in sets:
-                del self.eval_metrics[name]
+                self.eval_metrics.pop(name, None)
+                self.evaluated.pop(name, None)
         if sets and "" not in sets:
             self.evaluated_at.pop("", None)
 

@@ -146,6 +146,37 @@ def test_a_set_that_is_evaluated_no_more_leaves_the_metrics_of_the_others(quiet)
     assert "eval_test_loss" not in resumed.metrics
 
 
+@pytest.mark.parametrize("every", [{"val": "never"}, "never"])
+def test_a_set_that_was_evaluated_before_the_cut_is_dropped_too(every, quiet):
+    """Its metrics came into the rows of all later epochs."""
+    fit(Several(), **OPTIONS, callbacks=quiet() + [InEvaluation(3)], run_dir="run")
+    resumed = fit(Several(), **OPTIONS, eval_every=every, callbacks=quiet(), run_dir="run")
+    assert all("eval_val_loss" not in row for row in resumed.history)
+    assert evaluated("run") == ({} if every == "never" else {"eval_test_loss": [6, 12]})
+
+
+class MoreValues(Plain):
+    """The same task after a change of its code."""
+
+    def compute(self, model, batch, training):
+        values = super().compute(model, batch, training)
+        return values | {"double": 2 * values["loss"]}
+
+
+MoreValues.__name__ = "Plain"
+
+
+def test_an_epoch_without_totals_is_restored_as_such(quiet):
+    """Cut off in its evaluation, changed, and cut off there again: the totals were taken for a vector of one number."""
+    options = {**OPTIONS, "run_dir": "run"}
+    fit(Plain(), **options, callbacks=quiet() + [InEvaluation(2)])
+    fit(MoreValues(), **options, callbacks=quiet() + [InEvaluation(2)])
+    resumed = fit(MoreValues(), **options, callbacks=quiet())
+    first, second = resumed.history
+    assert np.isnan(first["loss"])
+    assert second["double"] == pytest.approx(2 * second["loss"])
+
+
 @pytest.mark.parametrize("before", [{"": 3}, {"": -1, "val": 3, "val_hard": 3}])
 def test_metrics_of_sets_that_the_task_has_no_more_are_dropped_by_whole_names(before):
     epoch = EpochMetrics()
