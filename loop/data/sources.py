@@ -176,7 +176,7 @@ def source(data: Dataset, options: BatchOptions, what: str, make: Callable[[], D
             assert isinstance(remade, StreamSource)
             return remade
 
-        made._again = again
+        made.again = again
     return made
 
 

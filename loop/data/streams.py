@@ -58,10 +58,11 @@ class StreamSource:
         first: the index of the worker's first replica among the replicas of all workers with the same data.
         replicas: the number of replicas that share the worker's batch.
         workers: the number of workers that read other parts of the stream; 1: all read the same.
-        again: makes the same stream once more, from the same seeds; None: that isn't possible.
+        again: makes the same stream once more, from the same seeds; None, or a result of None: that isn't possible.
         padding: how examples of different lengths become one batch.
 
     Attributes:
+        again: the argument.
         steps_per_epoch: None: not known before the stream has been read.
         endless: whether the stream is known to have no end.
         layout: how the stream is split over workers, if a position means something else with another split; else None.
@@ -93,7 +94,7 @@ class StreamSource:
         # One pipeline for all epochs, so that a data set that reshuffles in each iteration does so here.
         self._batches = batches(dataset, self._padded, options.batch_size, options.drop_remainder).prefetch(ahead)
         self._following = self._batches
-        self._again = again
+        self.again = again
         self._unsaved = ""
 
     @functools.cached_property
@@ -136,13 +137,14 @@ class StreamSource:
         split.__dict__["example"] = self.example
 
         # What is made again must be split in the same way, since its iterator takes the place of this one's.
-        if self._again is not None:
+        again = self.again
+        if again is not None:
 
             def split_again() -> StreamSource | None:
-                remade = self.made_again()
+                remade = again()
                 return None if remade is None else remade.sharded(backend, policy)
 
-            split._again = split_again
+            split.again = split_again
         return split
 
     def _split_by_worker(self, backend: Backend, policy: str) -> StreamSource:
@@ -182,8 +184,10 @@ class StreamSource:
         Raises:
             tf.errors.OpError: the state belongs to an iterator of another pipeline.
         """
-        if state is not None and (again := self.made_again()) is not None:
-            return self._restored(again, epoch, step_in_epoch, state, stopped)
+        if state is not None and self.again is not None:
+            again = self.again()
+            if again is not None:
+                return self._restored(again, epoch, step_in_epoch, state, stopped)
 
         # Whole epochs are read to their end: what draws random numbers or keeps a state on the way must come to where
         # it was.
@@ -201,10 +205,6 @@ class StreamSource:
             # A checkpoint must not have the state of an iterator that isn't where the run is.
             self._unsaved = "the run was stopped before it was reached"
         return iterator
-
-    def made_again(self) -> StreamSource | None:
-        """The same stream, made once more from the same seeds; None: that isn't possible."""
-        return None if self._again is None else self._again()
 
     def _restored(
         self, again: StreamSource, epoch: int, step_in_epoch: int, state: np.ndarray, stopped: Callable[[], bool]
@@ -235,7 +235,7 @@ class StreamSource:
         # start of the epoch: Python's part of it has ended. It begins again in the next epoch, with what it remembers.
         if self._unsaved:
             return None
-        if self._again is None or not one_order_an_epoch(self.dataset):
+        if self.again is None or not one_order_an_epoch(self.dataset):
             # Shown to the user by `unsaved`: a resume then reads up to the position, which takes longer.
             self._unsaved = (
                 "it shuffles within a repeat, below a cache or within one of several parts, or can't be made again"

@@ -107,7 +107,7 @@ def _data_to_measure(data: Data) -> Data | None:
     if not isinstance(data.train, StreamSource):
         return data
     # Each iterator of a data set that shuffles has another order, also those that are only measured.
-    again = data.train.made_again()
+    again = None if data.train.again is None else data.train.again()
     return None if again is None else dataclasses.replace(data, train=again)
 
 
