@@ -34,7 +34,7 @@ _MOST_STEPS = 1 << 62
 """More than any run makes."""
 
 _NOWHERE = Position(-_MOST_STEPS, 0)
-"""No batch is there, and none is as few steps behind it as are read ahead."""
+"""A position before all batches, and so far from them that none counts as read ahead of it."""
 
 
 class GraphReadAhead:

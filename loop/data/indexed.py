@@ -173,7 +173,8 @@ class IndexedData:
         else:
             # By another hash than earlier splits, which have left only keys with great hashes, or only small ones.
             keys = (_asked(key, index, "split(key=...)") for index in range(self.size))
-            scattered = np.fromiter((_hash(each, self._splits) for each in keys), np.uint64, self.size)
+            hashes = (_hash(key_of_example, self._splits) for key_of_example in keys)
+            scattered = np.fromiter(hashes, np.uint64, self.size)
         # By the hash of each example alone: it stays in its part when others are added.
         held_out = scattered < np.uint64(share * 2.0**64)
         split = self.replaced(_splits=self._splits + 1)

@@ -181,14 +181,14 @@ def losses(model: Model) -> list[tf.Tensor]:
 
 def nested_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
     """An optimizer and those in its attributes, such as the one that `LossScaleOptimizer` wraps; all of Keras 3."""
-    found = [] if is_legacy(optimizer) else [optimizer]
-    for one in found:  # it grows
-        for value in list(vars(one).values()):
+    optimizers = [] if is_legacy(optimizer) else [optimizer]
+    for known_optimizer in optimizers:  # the list grows meanwhile
+        for value in list(vars(known_optimizer).values()):
             for member in _members(value):
-                is_known = any(member is known for known in found)
+                is_known = any(member is known for known in optimizers)
                 if isinstance(member, keras.optimizers.Optimizer) and not is_known:
-                    found.append(member)
-    return found
+                    optimizers.append(member)
+    return optimizers
 
 
 def _members(value: object) -> list[object]:

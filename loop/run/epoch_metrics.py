@@ -109,7 +109,7 @@ class EpochMetrics:
         self._replaced = False
 
     def replace_totals(self) -> None:
-        """Starts the totals anew with the next step of this epoch. If it has none left, they are those of its row."""
+        """Starts the totals anew with the next step of this epoch. If none follows, its row has the present totals."""
         self._replaced = True
 
     def start_phase(self) -> None:

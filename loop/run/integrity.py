@@ -49,7 +49,7 @@ def check_files(directory: Path) -> None:
     with contextlib.suppress(OSError):  # a link that leads nowhere: see `check_checkpoints`
         _check_link(directory)
     checkpoints = directory / CHECKPOINTS
-    # Known before the training, too. Of a directory that can't even be read, `complete` and `put_aside` know more.
+    # Known before the training, too. `complete` and `put_aside` report a directory that can't even be read.
     if os.access(checkpoints, os.R_OK) and not os.access(checkpoints, os.W_OK):
         raise UsageError(f"{checkpoints} can't be written: make it writable, or give another run directory")
 

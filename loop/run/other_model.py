@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def each_once(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Those of some tensors that don't come again under the same name, and to the bit. The order stays."""
+    """The tensors in their order, without repetitions: of several with one name and the same bits, the first."""
     once = {}
     known = set()
     for name, value in tensors.items():

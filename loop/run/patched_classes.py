@@ -55,7 +55,7 @@ def _definition(kind: type, source: str | None) -> ast.ClassDef | None:
 
 
 def _changed(kind: type, node: ast.ClassDef) -> Iterator[str]:
-    """The names of attributes that differ from what a class's statement says, as far as that is plain to see."""
+    """The names of attributes that differ from what a class's statement says, as far as its text alone shows it."""
     said = _Said(node)
     # A field's default was taken when the class was made: a later change of the attribute has no effect.
     fields = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []

@@ -32,7 +32,7 @@ from loop.task import Dataset, Model, TrainTask
 NOT_TRAINED = approximations.OFF | {
     "steps": 1, "drop_remainder": False, "overfit": None, "ema": None, "shard_optimizer": False,
 }  # fmt: skip
-"""The options with which a model is only used: all that a training alone, or several replicas, need is off.
+"""Options for a model that isn't trained here: what only a training, or several replicas, need is off.
 
 The moving averages of a checkpoint are loaded as the weights.
 """

@@ -108,7 +108,7 @@ def _recorded(directory: Path) -> dict[str, object]:
 
 
 def _record(directory: Path, what: dict[str, object]) -> None:
-    """Writes the entry of a directory, or removes it if it has nothing to say. Best effort."""
+    """Writes the entry of a directory, or removes it if `what` is empty. Best effort."""
     with contextlib.suppress(OSError, RuntimeError):  # there is no home directory, or it can't be written
         records = _records()
         records.mkdir(parents=True, exist_ok=True, mode=0o700)

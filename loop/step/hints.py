@@ -115,7 +115,8 @@ def warn_of_python() -> None:
     """Warns if the graph that is being made calls Python, and TensorFlow has no other thread for what that may run."""
     if tf.executing_eagerly() or graph_threads() > 1:
         return
-    called = {each.type for each in tf.compat.v1.get_default_graph().get_operations() if "PyFunc" in each.type}
+    types = {operation.type for operation in tf.compat.v1.get_default_graph().get_operations()}
+    called = [name for name in types if "PyFunc" in name]
     if called:
         warnings.warn(
             f"the step calls Python in its graph ({', '.join(sorted(called))}), and TensorFlow has one thread here: if "

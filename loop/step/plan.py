@@ -51,11 +51,6 @@ class StepPlan:
     may_isolate: bool  # whether the forward and backward pass may become a graph of its own; see `ForwardPass`
 
     @property
-    def clips(self) -> bool:
-        """Whether gradients are clipped."""
-        return self.clip_norm is not None or self.clip_value is not None
-
-    @property
     def divides_gradients(self) -> bool:
         """Whether reduced gradients are divided by the weight, the loss scale, or both."""
         if self.divides_objective or self.adasum:

@@ -147,7 +147,7 @@ def url_of(directory: Path) -> str | None:
     """The URL to which a run directory belongs, if it is the spool of one; a later attempt knows it by that."""
     real = launch_path(directory).resolve()
     url = read_json(real.parent / ABOUT).get("url")
-    # Only a place that this user's own URL has: a foreign directory names no store that is contacted.
+    # Only if it is the place of that URL on this machine: a foreign directory could name any store to be contacted.
     return url if isinstance(url, str) and directory_of(url, SPOOLS) == real else None
 
 

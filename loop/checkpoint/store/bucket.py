@@ -114,7 +114,7 @@ class Bucket:
     Args:
         url: of the run.
         store: the store itself, as `obstore` has it; None: that of the URL.
-        make: whether a directory that isn't there is made; who only reads must not leave one behind.
+        make: whether a missing directory is made. A process that only reads must not make one.
 
     Raises:
         UsageError: there is no such directory.
@@ -279,7 +279,7 @@ class Bucket:
             raise DamagedError(f"{self.url}: {key} has changed since it was written")
 
     def _stream(self, key: str) -> Iterator[memoryview]:
-        """The content of an object. Errors of who takes it aren't taken for the store's."""
+        """The content of an object. Errors of the code that uses the chunks aren't turned into a `StoreError`."""
         with self._errors(key):
             for chunk in self._obstore.get(self._store, key).stream(min_chunk_size=PART):
                 yield memoryview(chunk)

@@ -181,8 +181,8 @@ class Lease:
         self._watched: Position | None = None
         self._since = 0.0
         self._renewed = 0.0
-        # The nonce of the owner that last changed the files. A machine that has them may go on after a start elsewhere
-        # that changed nothing, with what the store hasn't got of it.
+        # The nonce of the owner that last changed the files, whose machine may have more of the run than the store. If
+        # later owners have changed nothing, that machine may still go on with what it has.
         self._author: object = owner["nonce"]
         self.state: State | None = None
 

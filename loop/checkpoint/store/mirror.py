@@ -234,7 +234,7 @@ class Mirror:
         """Forgets files that the run has removed; checkpoints only if the store has one that the run has, too."""
         if not self._directory.is_dir():  # it was deleted or moved under the run, which has removed none of them
             return
-        # It may be there again; and what isn't in the state any more isn't a reason to forget its checkpoint.
+        # A file may have come back. And a file that isn't in the state any more is no reason to forget its checkpoint.
         gone = [name for name in gone if name in self._files and not (self._directory / name).exists()]
         paths = checkpoint_files.complete(self._directory / "checkpoints")
         may_forget = any(self._name(path / checkpoint_files.MANIFEST) in self._files for path in paths)
