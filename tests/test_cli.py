@@ -168,6 +168,10 @@ BEFORE_TENSORFLOW = [
         ["train", "digits", "--track", "http://h", "--callback", "MLflowTracker(experiment='mine')"],
         "--track with --callback MLflowTracker, which has an argument for it: leave one of them out",
     ),
+    (
+        ["train", "digits", "--track-wait", "0", "--callback", "MLflowTracker()"],
+        "--track-wait with --callback MLflowTracker, which has an argument for it: leave one of them out",
+    ),
     (["train", "digits", "--start-timeout", "-1"], "--start-timeout -1.0: give a number of seconds > 0"),
     (["train", "digits", "--stall-timeout", "0"], "stall_timeout=0.0: give a number of seconds > 0"),
     (["train", "digits", "--profile", "5:2"], "profile='5:2': give the first and the last step to trace, such as"),
@@ -191,6 +195,8 @@ BEFORE_TENSORFLOW = [
     (["train", "digits", "--epochs", "1", "--steps", "1"], "epochs=1 and steps=1: give one of the two"),
     (["train", "digits", "--workers", "0"], "--workers 0: give a whole number >= 1"),
     (["train", "digits", "--workers", "2", "--backend", "single"], "workers=2 with backend='single'"),
+    (["train", "digits", "--eval-every", "val=1, val=2"], "--eval-every val=1, val=2: give each set once"),
+    (["train", "digits", "--eval-every", "val= "], "--eval-every val= : give each set once with its pace"),
     (["train", "digits", "--eval-every", "often"], "eval_every='often': give"),
     (["train", "digits", "--checkpoint-every", "often"], "--checkpoint-every often: .* isn't a schedule"),
     (["train", "digits", "--precision", "fp8"], "precision='fp8': give float32"),
@@ -523,6 +529,9 @@ def test_doctor_names_a_broken_tf_config(command, monkeypatch):
     code, out, _ = command("doctor")
     assert code == 1
     assert "broken  TF_CONFIG" in out
+    code, out, _ = command("doctor", "--json")
+    assert code == 1
+    assert "broken" in [finding["state"] for finding in json.loads(out) if finding["what"] == "TF_CONFIG"]
 
 
 def test_shipped_examples_are_listed_by_their_file_and_class():

@@ -349,6 +349,7 @@ CLASSES = ("Batched", "Dicts", "Tracked", "Pairs")
         ("tfloop train mi", {f"mine.py:{name}" for name in CLASSES}),
         ("tfloop train mine.py", {f"mine.py:{name}" for name in CLASSES}),
         ("tfloop train mine.py:D", {"mine.py:Dicts"}),
+        ("tfloop train ./mi", {f"./mine.py:{name}" for name in CLASSES}),
         ("tfloop tail o", {"one"}),
         ("tfloop export la", {"latest"}),
         ("tfloop train digits --backend m", {"mirrored", "multiworker"}),
@@ -372,6 +373,8 @@ def test_completion(line, expected, command, tmp_path, monkeypatch):
     assert line.endswith(" ") or set(out.split()) == expected
     assert completion.runs("") == ["latest", "one", "runs/one", "here"]
     assert completion.runs("on") == ["one"]
+    assert completion.runs("./h") == ["./here"]
+    assert completion.runs("./runs/") == ["./runs/one"]
 
 
 def test_the_version_comes_from_one_place(command):

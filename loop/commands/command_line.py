@@ -70,10 +70,10 @@ def eval_every(text: str | None) -> int | str | dict[str, int | str | None] | No
         return number_or_word(text)
     paces: dict[str, int | str | None] = {}
     for assignment in text.split(","):
-        name, _, pace = assignment.partition("=")
+        name, _, pace = map(str.strip, assignment.partition("="))
         if not pace or name in paces:
             raise UsageError(f"--eval-every {text}: give each set once with its pace, such as val=epoch,test=500")
-        paces[name.strip()] = number_or_word(pace.strip())
+        paces[name] = number_or_word(pace)
     return paces
 
 

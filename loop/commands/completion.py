@@ -18,7 +18,7 @@ def targets(incomplete: str) -> list[str]:
     start = incomplete.partition(":")[0]
     paths = [Path(start)] if start.endswith(".py") else _beginning(start, "*.py")
     for path in paths:
-        names += [f"{path}:{kind}" for kind in classes(path)]  # read, not imported: a key press runs no code
+        names += [f"{_typed(path, start)}:{kind}" for kind in classes(path)]  # read, not imported: no code is run
     return _starting(names, incomplete)
 
 
@@ -30,7 +30,7 @@ def backends(incomplete: str) -> list[str]:
 def run_dirs(incomplete: str) -> list[str]:
     """The run directories in `runs/`, and others, whose paths begin with what was typed."""
     manifests = [*Path("runs").glob("*/run.json"), *_beginning(incomplete, "*/run.json")]
-    directories = [str(manifest.parent) for manifest in manifests]
+    directories = [_typed(manifest.parent, incomplete) for manifest in manifests]
     return _starting(dict.fromkeys(directories), incomplete)  # each once, in order
 
 
@@ -43,6 +43,11 @@ def runs(incomplete: str) -> list[str]:
 def _starting(names: Iterable[str], incomplete: str) -> list[str]:
     """The names that begin with what was typed."""
     return [name for name in names if name.startswith(incomplete)]
+
+
+def _typed(path: Path, start: str) -> str:
+    """A path as it is completed: it begins with `./`, which a `Path` leaves out, if what was typed does."""
+    return f"./{path}" if start.startswith("./") else str(path)
 
 
 def _beginning(start: str, pattern: str) -> list[Path]:

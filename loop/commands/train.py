@@ -157,7 +157,7 @@ def _check(typed: SimpleNamespace) -> None:
     if typed_callbacks.of_commands(typed.callback):  # another command has started this one, and is not to be outlived
         die_with_parent()
     else:
-        _check_said_once(typed, made)
+        _check_replaced(typed, made)
     if typed.start_timeout is not None:
         if not 0 < typed.start_timeout < float("inf"):
             raise UsageError(f"--start-timeout {typed.start_timeout}: give a number of seconds > 0")
@@ -169,13 +169,14 @@ def _check(typed: SimpleNamespace) -> None:
         _check_resume(typed)
 
 
-def _check_said_once(typed: SimpleNamespace, made: Sequence[callbacks.Callback]) -> None:
-    """Refuses options that say something about a callback which is typed, too, and would replace theirs."""
+def _check_replaced(typed: SimpleNamespace, made: Sequence[callbacks.Callback]) -> None:
+    """Refuses an option that configures a callback of the standard set if `--callback` replaces that callback."""
     of_callback = {
         "Checkpoint": {"--checkpoint-every": typed.checkpoint_every},
         "EvaluateBeside": {"--eval-beside": typed.eval_beside},
         "MLflowTracker": {
             "--track": typed.track,
+            "--track-wait": typed.track_wait is not None,  # it may be 0
             "--tag": typed.tag,
             "--log-model": typed.log_model,
             "--register": typed.register,

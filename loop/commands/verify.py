@@ -136,8 +136,18 @@ def verify(
                 comparisons.append(compare(precision, job_engine, 2, reference, _read(Path(directory), precision)))
     progress("looking for causes")
     options = options_of(task, "float32", batch_size)
-    causes = diagnose.explained(task, options, warned, all(comparison.same for comparison in comparisons))
-    return Report(type(task).__name__, options["batch_size"], steps, comparisons, causes, not causes, compared_on)
+    causes = diagnose.explained(task, options, warned, _agree(comparisons, problem))
+    same = not causes and not problem
+    return Report(type(task).__name__, options["batch_size"], steps, comparisons, causes, same, compared_on)
+
+
+def _agree(comparisons: Sequence[Comparison], problem: str) -> bool:
+    """Whether all compared numbers are the same. Those of processes that have failed (`problem`) weren't compared."""
+    for comparison in comparisons:
+        has_failed = problem != "" and comparison.note == problem
+        if not comparison.same and not has_failed:
+            return False
+    return True
 
 
 def _reference(task: TrainTask, options: Options) -> Arrays | str:
@@ -344,6 +354,8 @@ def lines(report: Report) -> Iterator[tuple[str, bool | None]]:
             yield line, False
     if report.same:
         yield "the same numbers everywhere", True
+    elif not report.causes:
+        yield "not all could be compared", False
     # No number differs, but `diagnose` has found a mistake.
     elif all(comparison.same for comparison in report.comparisons):
         yield "the numbers agree here by chance: with weights, or other data, they won't", False

@@ -351,7 +351,7 @@ def _of_file(path: Path) -> Reader:
     if path.suffix == ".npy":
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:  # EOFError: the file is empty
             raise UsageError(f"IndexedData({str(path)!r}): it can't be read as an .npy file ({error})") from None
         return ArrayRows(array)  # not within `try`: what it refuses was read well
     if path.suffix == ".parquet":

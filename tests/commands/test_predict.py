@@ -349,6 +349,7 @@ def test_data_that_is_not_there_is_refused(run_of, tmp_path):
     (tmp_path / "damaged.npz").write_bytes(whole.replace(bytes(100), b"\1" * 100))
     (tmp_path / "cut.npz").write_bytes(whole[:200])
     (tmp_path / "empty.npz").touch()
+    (tmp_path / "empty.npy").touch()
     shutil.copy("scalar.npy", "one.npz")
     for data, message in (
         ("damaged.npz", "^DATA damaged.npz: it can't be read as .npz \\(Bad CRC-32"),
@@ -361,6 +362,7 @@ def test_data_that_is_not_there_is_refused(run_of, tmp_path):
         ("scalar.npy", "^DATA scalar.npy: a scalar has no examples: give an array of shape"),
         ("scalar.npz", "^DATA scalar.npz: a scalar has no examples: give arrays of shape"),
         ("text.npy", "^DATA text.npy: it can't be read as an .npy file"),
+        ("empty.npy", "^DATA empty.npy: it can't be read as an .npy file \\(No data left in file"),
         ("tset", "DATA 'tset': give eval, train, test, or a file"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -545,6 +545,19 @@ def test_rm_asks_on_a_terminal(root):
         assert (root / "small").exists() is there
 
 
+def test_rm_without_an_answer_removes_nothing(root):
+    main, terminal = pty.openpty()
+    rm, environment = [*TFLOOP, "runs", "rm", "small"], {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(rm, stdin=terminal, **pipes, text=True, env=environment) as asking:
+        os.write(main, b"\x04")  # Ctrl-D; typer reports Ctrl-C in the same way
+        _, err = asking.communicate(timeout=240)
+    os.close(main)
+    os.close(terminal)
+    assert (asking.returncode, err) == (130, "\nnothing is removed\n")
+    assert (root / "small").exists()
+
+
 @pytest.mark.parametrize(("columns", "head"), [(40, "run status"), (80, "run status steps best duration")])
 def test_the_table_fits_a_narrow_terminal(root, columns, head):
     (root / "small").rename(root / "Digits-20261121T201028Z-71c1e4")

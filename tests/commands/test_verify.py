@@ -351,6 +351,14 @@ def test_a_mean_that_does_no_harm_yet_is_told_too():
     assert "by chance" in list(lines(report))[-1][0]
 
 
+def test_processes_that_fail_are_no_difference_of_the_numbers():
+    report = verify(Unweighted(), batch_size=8, replicas=(2,), job=lambda directory: "rank 1: planted", job_engine="x")
+    assert (report.same, report.causes) == (False, [])
+    texts = [text for text, _ in lines(report)]
+    assert "rank 1: planted" in " ".join(texts)
+    assert texts[-1] == "not all could be compared"
+
+
 def test_what_cannot_be_trained_at_all_is_said():
     @dataclass
     class Wrong(Unweighted):

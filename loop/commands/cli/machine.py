@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 
-import typer
-
 from callbacks.run_record.redaction import tell
 from loop.commands import new as new_
-from loop.commands import terminal
 from loop.commands.cli import options as typed
-from loop.errors import FAILED, UsageError
+from loop.commands.cli.output import end, show
+from loop.errors import UsageError
 from loop.launch import machine, stderr
 
 
@@ -28,12 +25,8 @@ def doctor(as_json: typed.AsJson = False) -> None:
         from loop.commands import doctor as doctor_
 
         findings = doctor_.examine()
-    if as_json:
-        print(json.dumps(findings))
-        return
-    terminal.write([doctor_.table(findings)])
-    if any(finding["state"] == "broken" for finding in findings):
-        raise typer.Exit(FAILED)
+    show(findings, [doctor_.table(findings)], as_json)
+    end(all(finding["state"] != "broken" for finding in findings))
 
 
 def ui(port: typed.Port = 5000, host: typed.Host = "127.0.0.1") -> None:

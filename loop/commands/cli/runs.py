@@ -110,7 +110,12 @@ def _confirm_removal(found: list[Path | str]) -> None:
     for run in found:
         bytes_here = "" if isinstance(run, str) else f"  {size(runs.size(run))}"
         terminal.write([f"{printable(str(run))}{bytes_here}"])
-    if not typer.confirm(f"Remove {'it' if len(found) == 1 else f'these {len(found)}'}?"):
+    try:
+        is_sure = typer.confirm(f"Remove {'it' if len(found) == 1 else f'these {len(found)}'}?")
+    except typer.Abort:  # Ctrl-C or Ctrl-D, which leave the cursor behind the question
+        tell("\nnothing is removed")
+        raise KeyboardInterrupt from None
+    if not is_sure:
         raise typer.Exit(0)
 
 
