@@ -65,8 +65,8 @@ class Report:
     contenders: list[Contender]  # tfloop first
 
     def best(self, name: str) -> Contender | None:
-        """The fastest way of a contender; None: it was not measured."""
-        ways = [contender for contender in self.contenders if contender.name == name and contender.speeds]
+        """The fastest way of a contender that was measured in every round; None: there is none."""
+        ways = [contender for contender in self.contenders if contender.name == name and not contender.problem]
         return max(ways, key=attrgetter("speed"), default=None)
 
 

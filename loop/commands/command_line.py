@@ -43,7 +43,7 @@ def check(words: Sequence[str]) -> None:
     Raises:
         UsageError: there is one.
     """
-    for before, word in zip(["", *words], words, strict=False):
+    for before, word in itertools.pairwise(["", *words]):
         if "\0" in word:  # no path or variable of the environment can have one
             raise UsageError("an argument has a NUL character in it: leave it out")
         # `--option ""`, and `--option=`.

@@ -196,7 +196,7 @@ def lines(test: RangeTest, width: int = 78) -> Iterator[str]:
             yield f"  {name}: {ratio * best:.1e}"
 
 
-def plot(test: RangeTest, width: int, height: int = 16) -> list[str]:
+def plot(test: RangeTest, width: int) -> list[str]:
     """The smoothed loss over the learning rate, for a terminal; with a line where it falls fastest."""
     if len(test.rates) < 2:
         return []
@@ -205,7 +205,7 @@ def plot(test: RangeTest, width: int, height: int = 16) -> list[str]:
     figure = plotext.figure  # one for the whole process: it still has what was drawn before
     figure.clear()
     figure.theme("colorless")
-    figure.plot_size(width, height)
+    figure.plot_size(width, 16)
 
     # The powers are drawn, and their ticks show the rates: so the axis is logarithmic.
     powers = list(map(math.log10, test.rates))

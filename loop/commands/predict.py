@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import math
 import uuid
 import zipfile
 import zlib
@@ -253,7 +254,7 @@ def _about(session: Session, data: Any, examples: Source) -> dict[str, Any]:
     """What the numbers depend on, as JSON; a prediction that goes on must have the same."""
     size = None if isinstance(examples, StreamSource) else examples.size
     batch_size = examples.options.batch_size
-    blocks = None if size is None else -(-size // batch_size)  # rounded up, as the parts below
+    blocks = None if size is None else math.ceil(size / batch_size)
     in_part = blocks_in_part(blocks, batch_size)
     return {
         "format": _FORMAT,
@@ -263,7 +264,7 @@ def _about(session: Session, data: Any, examples: Source) -> dict[str, Any]:
         "examples": size,
         "batch_size": batch_size,
         "blocks_in_part": in_part,
-        "parts": None if blocks is None else -(-blocks // in_part),
+        "parts": None if blocks is None else math.ceil(blocks / in_part),
         "precision": session.options["precision"],
         "threads": tf.config.threading.get_intra_op_parallelism_threads(),
     }
@@ -335,4 +336,4 @@ def _compute(
     read = backend.exchange(prediction.blocks_read)[:, 0].tolist()
     if len(set(read)) > 1:
         raise TrainingError(f"the workers have read {read} blocks of the data: it must be the same on all of them")
-    return -(-read[0] // in_part)
+    return math.ceil(read[0] / in_part)

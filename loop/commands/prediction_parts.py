@@ -72,7 +72,7 @@ class Parts:
         Raises:
             UsageError: there are parts of another prediction.
         """
-        before = self.manifest()
+        before = files.read_json(manifest_path(self.out))
         if not before:
             files.write_json(manifest_path(self.out), about)
             return self.complete()
@@ -84,10 +84,6 @@ class Parts:
                     f"{value!r:.99}): remove that directory, give another --out, or the same {name}"
                 )
         return self.complete()
-
-    def manifest(self) -> dict[str, Any]:
-        """What the numbers depend on, as it was written; {} if there is none."""
-        return files.read_json(manifest_path(self.out))
 
     def complete(self) -> list[int]:
         """The parts that are complete, increasing."""

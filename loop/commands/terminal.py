@@ -212,7 +212,7 @@ def bars(seconds: Mapping[str, float]) -> Table:
     return table(rows, right=(1, 2))
 
 
-def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str]:
+def plot(title: str, curves: Mapping[str, Points]) -> list[str]:
     """Curves over steps by label, in one plot below its title and legend; values that aren't finite are left out.
 
     Values too large for a plot are left out, too, and counted in the legend: the line is drawn past them. A label that
@@ -226,7 +226,7 @@ def plot(title: str, curves: Mapping[str, Points], height: int = 14) -> list[str
     figure = plotext.figure  # one for the whole process: it still has what was drawn before
     figure.clear()
     figure.theme("colorless")
-    figure.plot_size(min(width(), 120), height)
+    figure.plot_size(min(width(), 120), 14)
 
     legend = []
     for index, (label, points) in enumerate(shown.items()):

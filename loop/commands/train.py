@@ -21,7 +21,7 @@ from loop.checkpoint.store import address
 from loop.commands import command_line, dry_run, memory_advice, runs, terminal, tracking, typed_callbacks
 from loop.commands.train_place import Place, read_place
 from loop.errors import FAILED, OUT_OF_MEMORY, PREEMPTED, OutOfMemoryError, UsageError
-from loop.launch import hosts, job, ray_cluster, signals, ssh, stderr
+from loop.launch import host_slots, hosts, job, ray_cluster, signals, ssh, stderr
 from loop.launch.elastic_job import run_elastic_job
 from loop.launch.environment import JOB, LAUNCHER, START_TIMEOUT, job_rank, job_size, start_timeout
 from loop.launch.fixed_job import MOST_RESTARTS, run_job
@@ -58,7 +58,9 @@ def train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
 def _end_with_memory(typed: SimpleNamespace, problem: str) -> NoReturn:
     """Ends with what the training would need with each setting that saves memory."""
     command_line.say(problem)
-    workers = typed.workers or 1
+    backend = typed.backend or "auto"
+    by_host = host_slots.read_hosts(typed.hosts_, typed.workers, backend, typed.interface, typed.remote_python)
+    workers = sum(by_host.values()) or typed.workers or 1
     options = {"precision": typed.precision, "ema": typed.ema}  # those that change what the variables take
     # Workers on this machine share its memory; on other machines, each is assumed to have one for itself.
     share = 1 if typed.hosts_ or typed.launcher else 1 / workers
@@ -228,9 +230,7 @@ def _launch(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> O
 
 def _run_job(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> job.Outcome:
     """Runs the job of these workers, here or on other machines."""
-    with contextlib.ExitStack() as stack:
-        # Without other machines there is no cluster, and workers are started here.
-        cluster = stack.enter_context(_connected(typed, place)) if place.hosts or place.ray else None
+    with _connected(typed, place) as cluster:
         if place.limits is None:
             return run_job(place.backend, place.workers or 1, arguments, typed.ps or 1, cluster)
         return run_elastic_job(place.limits, place.workers, arguments, cluster)
@@ -263,8 +263,10 @@ def _attempt_on_ray(typed: SimpleNamespace, place: Place, arguments: Sequence[st
         return job.Outcome(FAILED, str(error), None, "")
 
 
-def _connected(typed: SimpleNamespace, place: Place) -> contextlib.AbstractContextManager[hosts.Cluster]:
-    """Within it, the agents of the job's workers run on other machines."""
+def _connected(typed: SimpleNamespace, place: Place) -> contextlib.AbstractContextManager[hosts.Cluster | None]:
+    """Within it, agents on other machines can start the job's workers. None: the workers run on this machine."""
+    if place.ray is None and not place.hosts:
+        return contextlib.nullcontext()
     files = hosts.files(typed.target_, typed.config_)
     if place.ray is not None:
         run_dir = None if isinstance(typed.run_dir, str) else typed.run_dir  # a text is a URL

@@ -279,7 +279,7 @@ class ElasticJob(Job):
 
         # Last: workers follow the plan as soon as it is written.
         names = [worker.name for worker in chosen]
-        plan.form(dict(zip(names, places, strict=True)), [worker.name for worker in dropped])
+        plan.write(dict(zip(names, places, strict=True)), [worker.name for worker in dropped])
         self._short_since = self._formed = time.monotonic()
 
     def _end(self, reason: str, keeper: str = "") -> None:

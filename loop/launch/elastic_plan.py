@@ -47,24 +47,23 @@ class Plan:
             generation += 1  # a loss is recorded by the generation that goes on after it
         self._events.append({"generation": generation, "event": event, "worker": worker.name, **more})
 
-    def form(self, places: Mapping[str, dict[str, str]], dropped: Sequence[str]) -> None:
-        """Writes the plan of the generation that has begun.
-
-        Args:
-            places: the environment variables of each member's place, by the name of the worker.
-            dropped: the names of the workers that are to end.
-        """
-        self._write(places, dropped)
-
     def end(self, reason: str, keeper: str) -> None:
         """Ends the job for all workers that wait for a place; the keeper saves the run's state from its memory."""
         self.note_break()
         self.generation += 1  # workers wait for a newer plan than that of their own generation
-        self._write({}, (), reason, keeper)
+        self.write({}, (), reason, keeper)
 
-    def _write(
+    def write(
         self, places: Mapping[str, dict[str, str]], dropped: Sequence[str], end: str = "", keeper: str = ""
     ) -> None:
+        """Writes the plan of the newest generation.
+
+        Args:
+            places: the environment variables of each member's place, by the name of the worker.
+            dropped: the names of the workers that are to end.
+            end: why the job has ended; "": it goes on.
+            keeper: the worker that saves the run when the job ends; "": there is none.
+        """
         runs = list(self._directory.glob("rank-*.run"))  # all of them name the same directory
         plan: PlanFile = {
             "generation": self.generation, "broken": self.broken, "events": self._events, "places": places,

@@ -6,12 +6,13 @@ import re
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tensorflow as tf
 
 from loop import UsageError
-from loop.commands import memory, memory_measurements, terminal
+from loop.commands import memory, memory_advice, memory_measurements, terminal, train
 from loop.commands.memory import Setting
 from loop.commands.memory_measurements import Curve, Prober
 from loop.run import out_of_memory
@@ -253,6 +254,15 @@ def test_out_of_memory_says_what_takes_it_and_what_each_setting_needs(tmp_path):
         assert re.search(rf"^{row} .* [0-9,]+ !$", ended.stderr, re.MULTILINE), ended.stderr
     assert "take a smaller batch (--batch-size), or more workers" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_the_table_shares_the_batch_among_the_workers_of_all_hosts(monkeypatch):
+    asked = []
+    monkeypatch.setattr(memory_advice, "replace_process", lambda *request: asked.append(request))
+    where = {"hosts_": "a:2,b:2", "launcher": None, "interface": None, "remote_python": None, "backend": None}
+    what = {"target_": "t.py:T", "set_": [], "batch_size": 64, "workers": None, "precision": None, "ema": None}
+    train._end_with_memory(SimpleNamespace(**where, **what), "out of memory")
+    assert asked == [("t.py:T", [], 64, 4, {"precision": None, "ema": None}, 1)]
 
 
 def test_other_exhausted_resources_are_no_lack_of_memory():

@@ -147,7 +147,7 @@ def _draw(trial: Trial, name: str, values: list[str] | Range) -> None:
 
 
 def _row(trial: FrozenTrial, directory: Path) -> Row:
-    state = {"FAIL": "failed"}.get(trial.state.name, trial.state.name.lower())
+    state = "failed" if trial.state.name == "FAIL" else trial.state.name.lower()
     if state == "complete":
         value = trial.value
     else:
@@ -159,7 +159,7 @@ def _row(trial: FrozenTrial, directory: Path) -> Row:
         state=state,
         params=typed_values(trial.params),
         value=value,
-        seconds=trial.duration and trial.duration.total_seconds(),
+        seconds=None if trial.duration is None else trial.duration.total_seconds(),
         problem=trial.user_attrs.get("problem", ""),
         run_dir=str(trial_directory(directory, trial.number)),
     )
