@@ -13,7 +13,7 @@ from callbacks.base import Callback, Metrics, Run
 from callbacks.files import UnsafeFileError, write_text
 from callbacks.run_record.redaction import redact
 
-# The names of what a run has itself in its directory.
+# The names that a run itself uses in its directory.
 _FILES = ("run.json", "journal.jsonl", "lock", "mlflow.json", "mlflow.lock", "report.html")
 _DIRECTORIES = ("bad", "checkpoints", "evaluations.tmp", "model", "profile", "samples", "source", "tensorboard")
 
@@ -29,7 +29,7 @@ class CSVLogger(Callback):
 
     def __init__(self, path: str | Path = "metrics.csv") -> None:
         check(self, isinstance(path, str | Path) and Path(path).name != "", "give the path of a file", path=path)
-        # The run makes its own directories later: a table of such a name would leave it without checkpoints, say.
+        # The run makes its own directories later: with a file named `checkpoints`, it could save nothing.
         is_taken = os.path.normpath(path) in (*_FILES, *_DIRECTORIES)
         check(self, not is_taken, "the run has a file or directory of that name: give another one", path=path)
         self.path = Path(path)

@@ -28,7 +28,7 @@ FOLDER = "evaluations.tmp"
 _PLACES = ("TF_CONFIG", "TFLOOP_JOB", "TFLOOP_LAUNCHER", "TFLOOP_WORKER", "TFLOOP_LOCAL_RANK")
 """Variables that tell this process its place in a job; those of Horovod are all that begin with its name."""
 _BETWEEN = 3.0
-"""Seconds between two lines about evaluations, which may come faster than anyone reads."""
+"""Seconds between two lines about evaluations, which may come too fast to be read."""
 
 
 class EvaluateBeside(Callback):
@@ -44,7 +44,7 @@ class EvaluateBeside(Callback):
     training is slower meanwhile.
 
     Args:
-        device: where it computes: "cpu", or a GPU by its index, such as "gpu:1", best one that the run doesn't use.
+        device: where it computes: "cpu", or a GPU by its index, as "gpu:1", preferably one that the run doesn't use.
     """
 
     every: Every = "1s"

@@ -1,4 +1,4 @@
-"""Whether lower or higher values of a metric are better, by its name. Everything that ranks values uses this rule."""
+"""Whether lower or higher values of a metric are better, by its name: the only rule by which values are ranked."""
 
 from __future__ import annotations
 

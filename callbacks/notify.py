@@ -33,7 +33,7 @@ MOST = 8
 """The most messages under way: while a server takes none, no more messages about checkpoints are sent."""
 
 _under_way: dict[threading.Thread, tuple[float, Posting]] = {}
-"""The threads that send messages: until when the process waits for each at its end, and whose message it is."""
+"""The threads that send messages: until when the process waits for each at its end, and which callback sends it."""
 
 
 class Posting(Callback):

@@ -62,7 +62,7 @@ def ranked(checkpoints: Iterable[Saved], sign: int) -> list[Saved]:
 
 
 def _fit(kept: dict[int, Saved], safe: Collection[int | None], max_bytes: int) -> None:
-    """Takes out the oldest ones until the rest fits."""
+    """Removes the oldest checkpoints that aren't safe, until the rest fits."""
     total = sum(saved.bytes for saved in kept.values())
     for step in sorted(kept):  # a list of its own: `kept` shrinks
         if total <= max_bytes:

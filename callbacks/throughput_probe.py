@@ -1,4 +1,4 @@
-"""ThroughputProbe: measures the speed of training for some seconds, and ends it; for `tfloop tune`."""
+"""ThroughputProbe: measures the speed of training for some seconds, and ends it; for `tfloop tune` and `bench`."""
 
 from __future__ import annotations
 

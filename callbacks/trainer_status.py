@@ -22,7 +22,7 @@ CA_CERT = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
 """Environment variable beside it: the file with the certificate authority of that server."""
 TOKEN = "KUBEFLOW_TRAINER_SERVER_TOKEN"  # noqa: S105 - a name
 """Environment variable beside it: the file with this pod's token, which is renewed now and then."""
-# Trainer refuses a message with more metrics, or with a longer name.
+# Trainer refuses messages with more metrics or longer names.
 _MOST_METRICS = 256
 _LONGEST = 64
 

@@ -82,7 +82,7 @@ def text(run_dir: Path, provenance: dict[str, object], what: str) -> str | None:
 
 
 def changes(before: object, now: dict[str, object]) -> list[str]:
-    """What code differs in between two attempts, a short text each; what one of them doesn't record is left out.
+    """How the code of two attempts differs, a short text for each difference that both record.
 
     The facts of the attempt before come from its `run.json`, which may be damaged or a stranger's.
     """
@@ -101,7 +101,7 @@ def changes(before: object, now: dict[str, object]) -> list[str]:
 
 
 def changes_of_data(before: object, now: dict[str, dict[str, object]]) -> list[str]:
-    """What data differ in between two attempts, a short text for each set that both have; as `changes`."""
+    """How the data of two attempts differ, a short text for each set that both have; as `changes`."""
     texts = []
     for name, about in now.items():
         was = as_dict(as_dict(before).get(name))

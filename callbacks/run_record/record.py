@@ -122,7 +122,7 @@ def under_way(path: Path) -> bool:
     except OSError:
         return False
     try:
-        # Shared: commands that look at the same moment must not take each other for the run.
+        # Shared: two commands that look at the same moment must not take each other for the run.
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:  # it is held; or a file system without locks: its owner has left the file, or not yet removed it
         return True
@@ -141,7 +141,7 @@ def read(path: Path, whole: bool = True) -> Record:
 
 
 class Reader:
-    """Reads a run directory again and again, of its journal each time what is new; see `read`.
+    """Reads a run directory repeatedly: each time only what is new in its journal; see `read`.
 
     Args:
         path: the run directory.

@@ -28,7 +28,7 @@ from callbacks import notebook
 from callbacks.types import Json
 
 HIDDEN = "***"
-"""What stands in place of a secret."""
+"""The text that replaces a secret."""
 LEAST = 7
 """The fewest characters of a secret that is hidden wherever it stands."""
 LEAST_DIGITS = 12

@@ -30,7 +30,7 @@ IN_ONE_CALL = 50
 # Names in the report, and of the ways that `bench_contender` knows.
 OURS, BY_HAND, KERAS = "tfloop", "by hand", "Keras fit"
 _MODULE = "loop.commands.bench_contender"
-# A training makes no checkpoint and no evaluation: the contenders make none either.
+# Without checkpoints and evaluations, as the contenders.
 _ALWAYS = ["--track=off", "--keep=last", "--eval-every=never", f"--steps={trial.ENDLESS}"]
 
 
@@ -120,7 +120,7 @@ def _measure_ours(contender: Contender, asked: JsonObject, directory: Path) -> i
 
 
 def _measure_other(contender: Contender, asked: JsonObject, directory: Path) -> None:
-    """Measures another contender. What can't be measured has its reason noted."""
+    """Measures another contender; or notes why it can't be measured."""
     way = {"contender": contender.name, "steps": contender.steps, "out": str(directory / "out.json")}
     code = trial.run_module(_MODULE, [json.dumps(asked | way)], directory)
     answer = read_json(directory / "out.json")
@@ -149,7 +149,7 @@ def lines(report: Report) -> Iterator[RenderableType | tuple[str, bool | None]]:
     yield f"{report.target}, batch {report.batch_size}, {os.cpu_count()} cores, {report.rounds} rounds"
     yield terminal.table(rows, ["", "examples/s", "range", ""], right=[1, 2])
     ours = report.contenders[0]
-    # Against the faster way of each: one that is slower by choice would be no fair contender.
+    # With the faster way of each: the slower one would be no fair contender.
     for name in (BY_HAND, KERAS):
         best = report.best(name)
         if best is not None:

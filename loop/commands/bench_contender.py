@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _OURS_ALONE = ("accumulate", "compile", "ema", "overfit", "remat")
-"""The options that change what a step does, and that the contenders haven't."""
+"""The options that change what a step does, and that the contenders don't have."""
 
 
 class _NotComparableError(Exception):

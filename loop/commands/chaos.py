@@ -26,7 +26,7 @@ from loop.errors import UsageError
 from loop.launch.machine import horovod_missing
 
 MOST_KILLS = 1000
-"""So many kills are asked for at most: each takes a start of TensorFlow, or more."""
+"""The most kills that can be asked for: each takes at least one start of TensorFlow."""
 ROUNDING = 1e-3
 """How far weights may be apart that were trained by other numbers of replicas, relative to the largest of a variable.
 
@@ -34,7 +34,7 @@ Each step rounds differently, and an optimizer such as Adam makes steps of full 
 for rounding. That no step is lost or made twice is shown by the examples, which must be the same.
 """
 _GONE = 30.0  # seconds in which a job must be gone when one of its processes was killed
-_FEW = 5  # of the problems of one kind, so many are listed
+_FEW = 5  # the most problems of one kind that are listed
 
 
 @dataclasses.dataclass(frozen=True)

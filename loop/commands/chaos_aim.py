@@ -28,8 +28,8 @@ class Reference(NamedTuple):
 class Aim:
     """Chooses the moments of the kills.
 
-    A third shall hit a checkpoint write, a few the start-up, all others any step. A moment that comes too late, because
-    the run is over, is tried again, sooner, in another run.
+    A third is to hit a checkpoint write, a few the start-up, and all others any step. If the run ends before the
+    moment comes, another run is killed earlier instead.
 
     Args:
         kills: how many kills.
@@ -38,7 +38,7 @@ class Aim:
         every: the number of steps between two checkpoints, or about that.
 
     Attributes:
-        left: what the kills that are still to be made shall hit, the next one first.
+        left: what each of the remaining kills is to hit, the next one first.
     """
 
     def __init__(self, kills: int, seed: int, reference: Reference, every: int) -> None:

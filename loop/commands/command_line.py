@@ -1,4 +1,4 @@
-"""What is typed, word by word; and how a command that fails says so: in one line, with its exit code."""
+"""Reads what was typed; and reports why a command has failed, in one line and with its exit code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PAUSE = 1.0
 
 
 def check(words: Sequence[str]) -> None:
-    """Refuses words that no option can mean, whatever the command: an empty value is a shell's variable that isn't set.
+    """Refuses words that are wrong for any command, such as an empty value: that of a shell variable that isn't set.
 
     Raises:
         UsageError: there is one.
@@ -142,8 +142,8 @@ def written_out(path: Path) -> Iterator[IO[bytes]]:
 def callback_option(kind: type[Callback], argument: object = None) -> str:
     """The hidden option by which a command that starts `train` adds a callback of its own.
 
-    The @ tells it from what a user types. The class must take its argument, if there is one, as a text. A callback with
-    the attribute `alone` goes without checkpoints, progress and MLflow beside it.
+    The @ tells it from what a user types. The class must take its argument, if there is one, as a text. A training
+    whose callback has the attribute `alone` has no checkpoints, no progress and no MLflow.
     """
     value = "" if argument is None else f"={argument}"
     return f"--callback=@{kind.__module__}:{kind.__qualname__}{value}"
@@ -191,14 +191,14 @@ def _say_once(text: str) -> None:
 
 
 def _in_a_line(error: BaseException) -> str:
-    """An error that no code of tfloop has expected: by the file that it names, if it comes from none of the user's."""
+    """An unexpected error. One of the system is shown with its file, unless the user's code has raised it."""
     if isinstance(error, OSError) and error.filename is not None and not explain.place(error):
         return f"{error.filename}: {os.strerror(error.errno or 0)}"
     return explain.in_a_line(error)
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback of an error from the command on: what led to the command says nothing."""
+    """The traceback of an error, without the frames that lead to the command."""
     first = step = error.__traceback__
     while step is not None:
         if "typer" in Path(step.tb_frame.f_code.co_filename).parts:
@@ -219,8 +219,8 @@ def flushed(is_reported: bool = True) -> bool:
         sys.stdout.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python tries again when it ends
-        if is_reported and error.errno != errno.EPIPE:  # of `head`, for example, which has seen enough
-            say(f"stdout can't be written ({error.strerror}): what the command has done stands, what it tells is lost")
+        if is_reported and error.errno != errno.EPIPE:  # the reader has ended, as `head` does
+            say(f"stdout can't be written ({error.strerror}): the command has done its work, but its output is lost")
         return False
     return True
 

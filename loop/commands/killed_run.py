@@ -31,7 +31,7 @@ _FIRST_LINE = 30
 
 
 class Machine(NamedTuple):
-    """A machine, which is a directory here: nothing is in it of what another one has written."""
+    """A simulated machine: a directory that shares nothing with those of other machines."""
 
     name: str = "machine"  # of its directory
     options: Sequence[str] = ()  # of `tfloop train`: the backend and the workers there
@@ -185,10 +185,7 @@ class Attempt:
             os.kill(draw.choice(sorted(targets) or [self.process.pid]), signal.SIGKILL)
 
     def gone(self, seconds: float) -> bool:
-        """Waits until all processes have ended; kills them if they haven't ended by themselves within that time.
-
-        Returns whether they have.
-        """
+        """Waits until all processes have ended, and returns True; after this time, kills them, and returns False."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None or self.processes():
             if time.monotonic() > deadline:

@@ -17,13 +17,13 @@ from loop.commands.memory_probe import MemoryProbe
 from loop.commands.tune import available
 
 STAGES = 8
-"""So many measurements are made, more or less."""
+"""The usual number of measurements."""
 
 _ALWAYS = ["--track=off", "--keep=last", "--eval-every=never", "--accumulate=1"]
 _SMALLEST = 8  # examples: the first batch that is measured
 _CLEAR = 64e6  # bytes: two batches whose peaks differ by so much give a slope; less may be chance
-_FAINT = 16e6  # bytes: where they differ by less, the next batch is much larger
-_FURTHEST = 0.25  # of the largest peak measured: the line is drawn no further, where memory lets more be measured
+_FAINT = 16e6  # bytes: if they differ by less, the next batch is much larger
+_FURTHEST = 0.25  # of the largest measured peak: the most that the line may add, if memory lets more be measured
 
 
 class Curve:

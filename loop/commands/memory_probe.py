@@ -11,7 +11,7 @@ from callbacks.throughput_probe import peak_memory
 from loop.options import with_defaults
 
 STEPS = 3
-"""So many steps are made: the first one traces, and the next ones find the memory of those before it in pieces."""
+"""The number of steps: the first one traces, and the next ones find memory that the earlier ones have split up."""
 
 
 class MemoryProbe(Callback):

@@ -1,4 +1,4 @@
-"""What of a prediction is known without TensorFlow: the checks of what was typed, and how far its parts on disk are."""
+"""The part of a prediction that needs no TensorFlow: checks of what was typed, and progress by the parts on disk."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def is_own(data: object) -> bool:
 
 
 def check_data(data: str) -> None:
-    """Refuses data that isn't data of a task, and no file of inputs."""
+    """Refuses what is neither data of a task nor a file of inputs."""
     if is_own(data):
         return
     if Path(data).suffix not in INPUT_ENDINGS:

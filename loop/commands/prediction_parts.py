@@ -29,7 +29,7 @@ _PARTS = 64
 
 
 def blocks_in_part(blocks: int | None, block_rows: int) -> int:
-    """How many blocks a part has, by their number, if it is known, and their rows. It doesn't depend on the workers."""
+    """How many blocks a part has: it depends on their number (None: unknown) and their rows, not on the workers."""
     most = max(1, _ROWS_IN_PART // block_rows)
     if blocks is None:  # a stream, whose length only its end shows
         return most
@@ -38,7 +38,7 @@ def blocks_in_part(blocks: int | None, block_rows: int) -> int:
 
 
 def owner(part: int, done: Sequence[int], workers: int) -> int:
-    """Which worker computes a missing part: those that are missing are dealt out in turn. `done` increases."""
+    """Which worker computes a missing part: they take turns. `done` has the complete parts, in order."""
     # The number of missing parts before this one decides.
     return (part - bisect.bisect_left(done, part)) % workers
 

@@ -22,7 +22,7 @@ from loop.launch import warm_start
 from loop.target.fields import typed as typed_field
 
 _UNUSED = ("backend", "resume", "accept_changes", "profile", "stall_timeout")
-"""Options that decide no number, or that are given in another way."""
+"""Options that change no numbers, or that are given in another way."""
 _OF_MACHINE = {
     "intra_op_threads": "threads",
     "communication": "communication",
@@ -34,7 +34,7 @@ _DEVICES = ("mirrored", "central")
 
 
 class Rerun(NamedTuple):
-    """How a second training has come out."""
+    """The result of a second training."""
 
     first: Path  # the run directory of the first one
     second: Path  # that of the second one

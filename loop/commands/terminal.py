@@ -100,7 +100,7 @@ def counted(count: object, noun: str) -> str:
 
 
 def wrapped(text: str, indent: str = "") -> list[str]:
-    """A text in lines of whole words that fit into the terminal; one line in a log, where it may be looked for."""
+    """A text in lines of whole words that fit into the terminal; one line in a log, which may be searched."""
     if not sys.stdout.isatty():
         return [indent + text]
     return textwrap.wrap(text, width(), initial_indent=indent, subsequent_indent=indent or "  ")
@@ -114,7 +114,7 @@ def table(
     Args:
         rows: the cells; each row has as many. They may have colors.
         head: what stands above the columns.
-        right: the columns whose cells end flush.
+        right: the columns that are aligned to the right.
         spare: the columns that are left out on a terminal that is too narrow for all, in this order.
     """
     columns = len(head or next(iter(rows), ()))
@@ -233,7 +233,7 @@ def plot(title: str, curves: Mapping[str, Points]) -> list[str]:
         color = COLORS[index % len(COLORS)]
         letter = label if len(label) == 1 else MARKERS[index % len(MARKERS)]
         marker = letter if plain() else plotext.marker("braille", plotext.pixel(color))
-        # So many points as a plot can show. Without the last one, a curve would seem to end before the run's last step.
+        # About 1,000 points, as a plot can't show more; and the last one, so that the curve ends at the last step.
         drawn = [*points[:: 1 + len(points) // 1000], points[-1]]
         steps, values = zip(*drawn, strict=True)
         figure.draw(figure.signal(steps, values, marker=marker).lines())

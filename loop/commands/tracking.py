@@ -36,10 +36,10 @@ def tracker(
     register: str | None = None,
     no_uri: str = ", or off",
 ) -> MLflowTracker | None:
-    """What follows a run, by what was typed; None: `--track off`. `no_uri`: what an error advises besides a URI.
+    """The tracker of a run, by what was typed; None: `--track off`. `no_uri`: what an error advises besides a URI.
 
     Raises:
-        UsageError: one of them can't be, or not with another.
+        UsageError: a value is wrong, or contradicts another one.
     """
     typed = {"--tag": tags, "--log-model": log_model, "--register": register}
     if track == "off":
@@ -68,7 +68,7 @@ def tracker(
 
 
 def seen(track: str | None, run_dir: str | None) -> str:
-    """Where a browser shows a run that was tracked so: `tfloop ui` has the default store, else it is the report."""
+    """Where a browser shows a run: by `tfloop ui` if it was tracked in the default store, else its report."""
     if run_dir is None:  # a dry run
         return ""
     if track != "off" and store_of(track) == store_of(None):

@@ -32,7 +32,7 @@ from loop.target import task_loader
 from loop.task import TrainTask
 
 Outcome = tuple[int, str, dict[str, Any] | None]
-"""The exit code; what went wrong, or ""; the result, if it is this process that prints it."""
+"""The exit code; the error, or ""; the result, or None if another process prints it."""
 
 
 def train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
@@ -102,7 +102,7 @@ def _train(typed: SimpleNamespace, arguments: Sequence[str]) -> Outcome:
 
 
 def _tracker(typed: SimpleNamespace) -> callbacks.MLflowTracker | None:
-    """What follows the run; None: nothing does."""
+    """The tracker of the run; None: it is not tracked."""
     # A command that trains without MLflow has the user's files, in which tags may stand for other trainings.
     if typed.track == "off" and typed_callbacks.of_commands(typed.callback):
         return None
@@ -117,9 +117,9 @@ def _needs_launch(place: Place) -> bool:
 
 
 def _warm(tracker: callbacks.MLflowTracker | None, beginning: contextlib.ExitStack) -> None:
-    """Has the chief's tracker begin, while TensorFlow is loaded."""
+    """Starts the chief's tracker, which imports MLflow while this process loads TensorFlow."""
     if tracker is not None and job_rank() == 0:
-        beginning.callback(tracker.close)  # before it starts anything: a failure in between must not leave that behind
+        beginning.callback(tracker.close)  # before it starts a process, which must not outlive a failure
         tracker.warm()
 
 
@@ -127,8 +127,8 @@ def _tell_how_to_go_on(typed: SimpleNamespace, arguments: Sequence[str], fields:
     """Says with which command an interrupted run goes on."""
     command = ["tfloop", *arguments]
     directory = Path(fields["run_dir"])
-    # A run directory that is given goes on by itself: what `--resume` said was for the start.
-    for index in reversed(range(len(command))):  # from the end: what is deleted moves what stands behind it
+    # With a run directory, the run resumes by itself: `--resume` was for the first start.
+    for index in reversed(range(len(command))):  # from the end: deleting moves the words behind
         if command[index].partition("=")[0] == "--resume":
             words = 1 if "=" in command[index] else 2  # `--resume=auto`, or `--resume auto`
             del command[index : index + words]
@@ -153,10 +153,10 @@ def _options(typed: SimpleNamespace) -> Options:
 
 
 def _check(typed: SimpleNamespace) -> None:
-    """Refuses values that no backend can have; sets what all workers are to have."""
+    """Refuses values that are wrong for every backend; sets the variables that workers inherit."""
     command_line.check_threads(typed.threads)
     made = typed_callbacks.make(typed.callback)  # refused here, before TensorFlow loads
-    if typed_callbacks.of_commands(typed.callback):  # another command has started this one, and is not to be outlived
+    if typed_callbacks.of_commands(typed.callback):  # it must not outlive the command that has started it
         die_with_parent()
     else:
         _check_replaced(typed, made)
@@ -237,7 +237,7 @@ def _run_job(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> 
 
 
 def _run_on_ray(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) -> job.Outcome:
-    """Runs a job that goes on, on the nodes that are there, when Ray has lost a node."""
+    """Runs a job. When Ray loses a node, the job goes on with the nodes that are left."""
     done = _attempt_on_ray(typed, place, arguments)
     for _ in range(MOST_RESTARTS):
         if done.lost_run is None:
@@ -250,7 +250,7 @@ def _run_on_ray(typed: SimpleNamespace, place: Place, arguments: Sequence[str]) 
             arguments = [*arguments, f"--run-dir={done.lost_run}", "--resume=auto"]
         try:
             done = _attempt_on_ray(typed, place, arguments)
-        except UsageError as error:  # there was room, so that it isn't what was typed
+        except UsageError as error:  # not what was typed: the first attempt had room
             return job.Outcome(PREEMPTED, f"{error}; the same command goes on", None)
     return done
 
@@ -293,7 +293,7 @@ def _fields(result: object) -> JsonObject:
 def _work(
     typed: SimpleNamespace, given: Options, place: Place, chosen: callbacks.StandardSet, beginning: contextlib.ExitStack
 ) -> Outcome:
-    """Trains in this process, which may be one of several; `beginning` is closed when it has the signals no more."""
+    """Trains in this process, which may be one of several; then closes `beginning`, which handles signals."""
     with reporting() as report:
         with stderr.quiet_start():
             from loop import backends
@@ -324,12 +324,12 @@ def _work(
         # From here on, a signal no longer ends the process at once: the result is about to be reported.
         beginning.close()
         backend.close()
-        # The chief alone delivers; the others end before it has. What the store lacks, the run has said.
+        # Only the chief delivers to a store. What is missing there, the run itself has reported.
         directory = fields.get("run_dir")  # None: a dry run
         is_undelivered = backend.is_chief and directory is not None and not address.is_delivered(Path(directory))
         code = PREEMPTED if fields["status"] == "preempted" or is_undelivered else 0
         report(code, None, fields)
     if JOB in os.environ:
-        # A saved run isn't a failure for which the others are to be ended: its code is in the report.
+        # Not `code`: after any other code than 0, the launcher ends the other workers. The report has the code.
         return 0, "", None
     return code, "", fields if backend.is_chief else None

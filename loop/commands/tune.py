@@ -38,9 +38,9 @@ _ALWAYS = ["--track=off", "--keep=last", "--eval-every=never", "--resume=auto", 
 _OF_A_MACHINE = ("horovod", "multiworker", "mirrored")
 """The synchronous backends of several replicas on one machine."""
 _GAIN = 1.02
-"""A setting that gains less than this ratio isn't worth a change."""
+"""A setting must be this many times as fast to be taken."""
 _CLOSE = 0.9
-"""A setting below this ratio in its first trial isn't measured again."""
+"""A setting that is slower than this in its first trial, relative to the best, isn't measured again."""
 
 
 @dataclasses.dataclass

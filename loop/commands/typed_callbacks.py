@@ -26,7 +26,7 @@ _REFUSED = {
     "Notify": "takes an address that is a secret, and a command line can be read by others",
 }
 """Callbacks whose arguments can't be typed, and why."""
-_MOST_CHARACTERS = 2000  # of a text: Python's parser may end the process on one that nests without end
+_MOST_CHARACTERS = 2000  # of a text: Python's parser may crash on one that is nested deeply enough
 
 
 class TypedSet(callbacks.StandardSet):
@@ -51,7 +51,7 @@ class TypedSet(callbacks.StandardSet):
 
     def left_of(self, own: Iterable[callbacks.Callback]) -> list[callbacks.Callback]:
         left = super().left_of(own)
-        # Those that stand here were made of what was typed; what was not typed about them stays that of the task.
+        # Those of this set were made from typed options. For an option that wasn't typed, the task's own value counts.
         for given, callback in itertools.product(self, left):
             if isinstance(given, callbacks.Checkpoint) and isinstance(callback, callbacks.Checkpoint):
                 self._change_checkpoint(callback, given)
@@ -121,7 +121,7 @@ def _made_by_command(text: str) -> callbacks.Callback:
     make: Callable[..., callbacks.Callback] = kind
     try:
         return make(argument) if has_argument else make()
-    except (TypeError, ValueError) as error:  # typed by a user, after all
+    except (TypeError, ValueError) as error:  # a user has typed it
         raise UsageError(f"--callback {text}: {error}") from None
 
 

@@ -19,7 +19,7 @@ from loop.commands import runs
 
 _HOST = "127.0.0.1"
 _NAMES = (_HOST, "localhost")
-"""By which a browser may ask for it. Any other name is a page of elsewhere whose name points here (DNS rebinding)."""
+"""The names by which a browser may ask. Another name may be that of a foreign page that points here (DNS rebinding)."""
 
 
 class LivePage:
@@ -68,7 +68,7 @@ class Server(ThreadingHTTPServer):
         address: where a browser finds it.
     """
 
-    daemon_threads = True  # a browser that keeps its connection open doesn't hold the end up
+    daemon_threads = True  # a connection that a browser keeps open doesn't delay the end
 
     def __init__(self, paths: Sequence[Path], port: int) -> None:
         self._paths = paths

@@ -109,7 +109,7 @@ def choose_for_command(backend: str, workers: int | None, asynchronous: bool = F
         alone: the name of a command that runs in one process; "": it may run in several.
 
     Raises:
-        UsageError: what contradicts what.
+        UsageError: the options contradict each other, or the job.
     """
     with_defaults(None, {"backend": backend})  # refuses a name that isn't a backend's
     if backend == "parameter_server" and not asynchronous:

@@ -27,7 +27,7 @@ def in_a_line(error: BaseException) -> str:
     where = place(error)
     if where:
         where += "; "
-    if isinstance(error, OSError) and error.errno == errno.EMFILE:  # as of a launcher that holds two pipes a worker
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:  # a launcher has two pipes a worker
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         where += f"a process may have {limit} here: raise that with ulimit -n; "
     how = "--debug" if sys.argv[1:2] == ["train"] else f"{DEBUG}=1"

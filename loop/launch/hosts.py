@@ -80,7 +80,7 @@ class Host:
         workers: its workers, by rank.
         answered: set when the agent has answered the first message, or the host is lost.
         answer: the agent's answer.
-        heard: when the launcher last took what the agent sends; infinite while it does.
+        heard: when the launcher last handled a line of the agent; infinite while it handles one.
         lost: why the host is lost; "": it isn't.
         here: whether it is this machine.
         threads: two threads, which read the agent's stdout and stderr.

@@ -22,9 +22,8 @@ SERVICE = "TFLOOP_SERVICE"
 PODS = "TFLOOP_PODS"
 """Environment variable: how many pods a job on Kubernetes has."""
 
-
 _MOST_STEPS = 13
-"""As many steps of neighboring jobs of Slurm get ports of their own."""
+"""The number of steps of a Slurm job whose ports differ from those of the next job."""
 
 
 class Place(NamedTuple):

@@ -60,7 +60,7 @@ def place(backend: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _by_mpi(backend: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The place under `mpirun` of a Horovod that is built with MPI; empty: it isn't, or another backend is better."""
+    """The place under `mpirun`, for a Horovod with MPI; empty: it has none, or another backend is better."""
     if environment.get("OMPI_COMM_WORLD_SIZE", "1") == "1":
         return {}
     # With all workers on one host, TF_CONFIG can be made. `auto` prefers it to a Horovod that would send gradients of

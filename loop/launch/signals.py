@@ -31,7 +31,7 @@ STOPPING = "interrupted: the run saves and ends; a second Ctrl-C (or signal) end
 """The message that is printed at once when a signal stops a run."""
 _IN_USE = ".tfloop"
 """The end of the names of directories that the processes which use them hold a lock on."""
-_START = 3600.0  # seconds after which a directory without a lock isn't a new one
+_START = 3600.0  # seconds after which a directory without a lock counts as abandoned
 _SAME = 0.3  # seconds within which a signal that comes twice counts once: `timeout` sends it to a process and its group
 _directories: set[str] = set()  # those of `temporary_directory` that exist
 _groups: set[int] = set()  # the process groups of `ended_with_us`, by their leaders
@@ -108,7 +108,7 @@ def _unblock_after_fork() -> None:
 
 
 def _restore_in_fork() -> None:
-    """In a forked process, such as one of a `multiprocessing.Pool` in a map: gives signals their handlers back.
+    """Restores the handlers of signals in a forked process, such as one of a `multiprocessing.Pool` in a map.
 
     Otherwise the process couldn't be terminated, and a signal for it would stop the training, whose pipe it has.
     """
@@ -270,7 +270,7 @@ def remove_generated_code() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process at once, from any thread; its temporary directories and processes of `_groups` don't stay."""
+    """Ends this process at once, from any thread, without temporary directories and processes that it would leave."""
     end_groups()
     for directory in list(_directories):
         shutil.rmtree(directory, ignore_errors=True)

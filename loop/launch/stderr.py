@@ -40,7 +40,7 @@ def descriptor() -> int:
 
 
 def takes_text() -> bool:
-    """Whether a line can be written to the real stderr now: a full pipe, or a terminal that is held, lets one wait."""
+    """Whether writing to the real stderr would not block, as a full pipe or a paused terminal does."""
     poll = select.poll()
     poll.register(_descriptor, select.POLLOUT)
     return bool(poll.poll(0))

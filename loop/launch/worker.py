@@ -100,7 +100,7 @@ def before_training() -> Iterator[None]:
         if has_unsaved.is_set():
             stop_deferred.set()
             return
-        if not ending.acquire(blocking=False):  # the other thread of the two already ends this process
+        if not ending.acquire(blocking=False):  # the other thread is ending this process
             return
         # In a job, the launcher prints it, once for all workers. Writing to a full pipe would block.
         if JOB not in os.environ and stderr.takes_text():

@@ -1,4 +1,4 @@
-"""`tfloop verify`, `replay` and `chaos`: whether a task trains as it should."""
+"""`tfloop verify`, `replay`, `rerun` and `chaos`: whether a task trains as it should."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def verify(
     def job(directory: Path) -> str:
         code, problem, *_ = run_job(backend, 2, [*sys.argv[1:], "--record", str(directory)])
         if code == PREEMPTED:
-            raise KeyboardInterrupt  # the wish to stop was for the whole command, not for its job alone
+            raise KeyboardInterrupt  # the user wants to stop the whole command, not only its job
         return problem
 
-    # In each of two precisions: one replica, itself again, and two numbers of replicas; then the causes.
+    # For each of two precisions: one replica, the same again, two numbers of replicas; at the end, the causes.
     stages = 10 if processes else 9
     with stopped_clean("nothing is left behind"), shown_stages(stages) as progress, stderr.quiet_start():
         from loop.backends import devices
@@ -68,7 +68,7 @@ def verify(
 def _record(
     target_: str, assignments: list[str], batch_size: int | None, compile_: str | None, directory: Path
 ) -> None:
-    """What `verify` does in a worker of its job."""
+    """Records the numbers of a task, in a worker of the job that `verify` has started."""
     with reporting() as report:
         with stderr.quiet_start():
             from loop import backends
@@ -156,7 +156,7 @@ def chaos(
         raise UsageError(f"--kills {kills}: give a whole number from 1 to {chaos_.MOST_KILLS}")
     if migrate:
         _refuse_chosen(backend, workers)
-    # Checked here as the trainings would check it, which start only later.
+    # Checked here as the trainings would check it: they start only later.
     options = {"epochs": epochs, "steps": steps, "batch_size": batch_size, "backend": backend, "seed": seed}
     with_defaults(None, options)
     plan = chaos_.Plan(kills, seed, checkpoint_every, store and address.read_url(store), migrate)
@@ -179,14 +179,14 @@ def chaos(
 
 
 def _refuse_chosen(backend: str | None, workers: int | None) -> None:
-    """Refuses what `--migrate` chooses itself."""
+    """Refuses options whose values `--migrate` chooses."""
     if backend or workers:
         given = f"--backend {backend}" if backend else f"--workers {workers}"
         raise UsageError(f"{given}: --migrate chooses backends and workers: leave it out")
 
 
 def _refuse_used(keep: Path | None) -> None:
-    """Refuses a directory for runs that has something in it."""
+    """Refuses a directory for runs that isn't empty."""
     if keep is None or not keep.exists():
         return
     if not keep.is_dir() or any(keep.iterdir()):

@@ -49,8 +49,8 @@ _saving = partial(Option, rich_help_panel=help_.SAVING)
 _tracking = partial(Option, rich_help_panel=help_.TRACKING)
 _trouble = partial(Option, rich_help_panel=help_.TROUBLE)
 
-# None means that an option wasn't typed: the task's own default counts then, which a signature can't know. Where the
-# type has no None, the default in the command's signature is the default.
+# None means that an option wasn't typed: then the task's own default counts, which a signature can't know. An option
+# whose type has no None has its default in the command's signature.
 UNTYPED: list[Any] = []
 """The default of an option that can be repeated."""
 
@@ -110,7 +110,7 @@ _root = Option(
     show_default=False,
 )
 Root = Annotated[Path, _root]
-GroupRoot = Annotated[Path | None, _root]  # of the commands of `runs`; None: what stands before their name counts
+GroupRoot = Annotated[Path | None, _root]  # of the commands of `runs`; None: the `--root` before their name counts
 _NAMED = "A name, the beginning of one, a path, a URL, or latest."
 Name = Annotated[str, Argument(metavar="RUN", help=_NAMED, autocompletion=completion.runs)]
 Names = Annotated[list[str], Argument(metavar="RUN", help=_NAMED, autocompletion=completion.runs)]

@@ -29,12 +29,12 @@ Line: TypeAlias = "RenderableType | tuple[str, bool | None]"
 def finish(
     code: int, error: str, result: Any, as_json: bool, lines: Callable[[Any], Iterable[Line]], page: str = ""
 ) -> NoReturn:
-    """Prints how a command has ended, and where a browser shows its run, and ends with this exit code."""
+    """Prints how a command has ended, and where a browser shows its run; ends with this exit code."""
     if error:
         command_line.say(error)
     if result is not None:
         show(result, lines(result), as_json)
-        if page and code == 0 and sys.stderr.isatty():  # in a log, it would be no help
+        if page and code == 0 and sys.stderr.isatty():  # not in a log
             tell(f"see it in the browser: {page}")
     raise typer.Exit(code)
 
@@ -71,15 +71,15 @@ def shown_stages(total: int) -> Iterator[Callable[[str], None]]:
         with stages(total, stderr) as show_next:
             yield show_next
     finally:
-        with contextlib.suppress(OSError):  # closing it writes once more what a full disk has not taken
+        with contextlib.suppress(OSError):  # on a full disk, closing writes the rest once more, and fails
             stderr.close()
 
 
 @contextlib.contextmanager
 def stopped_clean(left: str) -> Iterator[None]:
-    """Within it, a signal ends a command that starts others, when they have ended; says what is left behind."""
+    """Within it, a signal ends a command after the processes that it has started; prints what is left behind."""
     try:
-        with signals.interrupting(always=[signal.SIGINT]):  # which a shell has ignored in the background
+        with signals.interrupting(always=[signal.SIGINT]):  # which background jobs of a shell ignore
             yield
     except KeyboardInterrupt:
         tell(f"stopped: {left}")

@@ -1,4 +1,4 @@
-"""`tfloop runs`, `tail`, `report` and `sync`: what can be done with runs."""
+"""`tfloop runs`, `tail`, `report`, `watch` and `sync`: what can be done with runs."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def remove_runs(
         runs.check_removable(run, folder)
     if not yes:
         _confirm_removal(found)
-    # What can't be removed is reported at the end, so that it doesn't keep the other runs.
+    # What can't be removed is reported at the end, after the other runs are removed.
     left: list[str] = []
     for run in found:
         left += runs.remove(run)
@@ -171,7 +171,7 @@ def sync(run: typed.Name, track: listing.SyncTrack = None, trust: typed.Trust = 
     """Deliver what is still missing: to MLflow, or to the store of a URL. The run must be over; it may be a sweep."""
     if address.is_url(run):
         _deliver_to_store(address.read_url(run))
-        if track is None:  # of a run in a store, MLflow's part is delivered only where it is asked for
+        if track is None:  # the run of a URL is delivered to MLflow only on request
             return
     tracking.deliver(runs.named(run), track, trust)
 

@@ -1,4 +1,4 @@
-"""`tfloop tune`, `memory`, `sweep` and `find-lr`: trials of a task with other settings."""
+"""`tfloop tune`, `bench`, `memory`, `sweep` and `find-lr`: trials of a task with other settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of `tfloop tune`, `memory`, `sweep` and `find-lr` alone; see `options`."""
+"""The options of `tfloop tune`, `bench`, `memory`, `sweep` and `find-lr` alone; see `options`."""
 
 from __future__ import annotations
 

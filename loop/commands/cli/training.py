@@ -1,4 +1,4 @@
-"""`tfloop train`, `evaluate` and `export`."""
+"""`tfloop train`, `evaluate`, `predict` and `export`."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from loop.options import with_defaults
 from loop.target import task_loader
 
 _FILE_ENDINGS = (".npz", ".keras", ".h5", ".hdf5", ".onnx", ".tflite", ".pb", ".pt", ".npy", ".ckpt", ".zip")
-"""The endings of names that are files and no directories, in small letters."""
+"""Endings of file names, in lower case. An output with any other ending is a directory."""
 
 _EXPORTED_ENDINGS = (".npz", ".keras", ".onnx", ".tflite")
-"""Those of them that `export` writes."""
+"""The endings of the files that `export` writes."""
 
 _KEPT = "what is predicted is kept, and the same command goes on from there"
-"""What a prediction that was stopped leaves."""
+"""The message of an interrupted prediction."""
 
 
 class Configurable(help_.Command):
@@ -55,7 +55,7 @@ class Configurable(help_.Command):
 
 
 class TrainArguments(types.SimpleNamespace):
-    """What is typed for `tfloop train`. The order of a theme's options in the help is theirs here."""
+    """What is typed for `tfloop train`. The help has the options of each theme in this order."""
 
     target_: typed.Target
     epochs: typed.Epochs = None
@@ -157,7 +157,7 @@ def train_options() -> dict[str, config.Option]:
 
 
 def _checkpointed(run: str, task_target: str | None) -> Path:
-    """The run that is meant, which has a checkpoint; TARGET is checked, too."""
+    """The path of a run, which must have a checkpoint; also checks `--target`."""
     path = runs.checkpointed(runs.named(run))
     if task_target is not None:
         task_loader.check(task_target)
@@ -224,7 +224,7 @@ def predict(
         if ended[0] == PREEMPTED:
             tell(f"stopped: {_KEPT}")
         finish(*ended, as_json, _prediction_lines)
-    # A worker of a job ends as its launcher says, which tells of it.
+    # In a job, the launcher stops its workers, and prints that it does.
     stoppable = contextlib.nullcontext() if JOB in os.environ else stopped_clean(_KEPT)
     with stoppable, reporting() as report, shown_parts(out), stderr.quiet_start():
         from loop import backends
@@ -253,7 +253,7 @@ def _metric_lines(metrics: Mapping[str, float]) -> list[str]:
 
 
 def _check_parent(out: Path, is_file: bool) -> None:
-    """Refuses a name below a file; and that of a file in a directory that isn't there."""
+    """Refuses an output below a file, and a file in a directory that doesn't exist."""
     parent = next(parent for parent in out.parents if parent.exists())
     if not parent.is_dir():
         raise UsageError(f"{out}: {parent} isn't a directory: give another name")

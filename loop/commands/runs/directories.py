@@ -145,7 +145,7 @@ def named(text: str) -> Path:
     if text != LATEST and (run := _whole(ROOT, text)):
         return run
     path = Path(text)
-    # Without any runs, the text was meant as a path: the caller then says that there is no such file.
+    # Without any runs, the text is taken for a path: the caller reports that there is no such file.
     if (path.exists() and text != LATEST) or "/" in text or not find(ROOT):
         return path
     return locate(ROOT, text)

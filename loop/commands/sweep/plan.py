@@ -290,7 +290,7 @@ def _range(kind: type, name: str, text: str, span: re.Match[str]) -> Range:
     for end in (low, high):
         if not isinstance(end, int | float) or isinstance(end, bool):
             raise UsageError(f"{option}: the field isn't a number: give its values, such as {name}=a,b,c")
-    # Not as `low >= high or ...`: every comparison with nan is false.
+    # Not as `low >= high or ...`, which would accept nan: every comparison with it is false.
     if not (low < high and abs(low) <= _LARGEST and abs(high) <= _LARGEST):
         raise UsageError(f"{option}: give LOW..HIGH with LOW < HIGH, of {_LARGEST:.0e} at most")
     log = bool(span[3])

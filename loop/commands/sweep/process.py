@@ -47,7 +47,7 @@ class TrialProcess:
         # An earlier attempt may have written into the same file.
         with appending(self._log) as log:
             self._printed = log.tell()
-        # A session of its own: Ctrl-C at the terminal reaches the sweep alone, which hands it on.
+        # A session of its own: Ctrl-C at the terminal reaches only the sweep, which passes it on.
         environment = {**os.environ, LAUNCHER: str(os.getpid()), "TMPDIR": temporary}
         self.process = warm_start.start(command, environment, self._log, self._log)
 

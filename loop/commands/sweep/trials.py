@@ -189,7 +189,7 @@ class _Trials:
             if line.startswith("warning: "):
                 self._table.line(f"trial {number}: {line}")
         if code == -signal.SIGKILL:
-            time.sleep(1.0)  # if all processes are being killed, the trial has not failed: wait for our own end
+            time.sleep(1.0)  # if all processes are being killed, this one ends now, and the trial hasn't failed
         if self._signals > 1 or code in _STOPPED:
             return  # the next start of the sweep goes on with it
 
