@@ -180,11 +180,19 @@ def train(target: str, options: list[str], run_dir: Path | None) -> Path:
     if run_dir:
         own.append(f"--run-dir={run_dir}")
     command = [*warm_start.COMMAND, "train", target, *options, *own]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        why = "was stopped" if done.returncode == PREEMPTED else f"ended with exit code {done.returncode}"
-        raise trial.failure(done.returncode, f"the second training {why}: see above")
-    return Path(json.loads(done.stdout.splitlines()[-1])["run_dir"])
+    # A session of its own: Ctrl-C at the terminal reaches only this process, which passes it on once.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            printed, _ = process.communicate()
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait()  # the training saves and ends
+            raise
+    code = process.returncode
+    if code:
+        why = "was stopped" if code == PREEMPTED else f"ended with exit code {code}"
+        raise trial.failure(code, f"the second training {why}: see above")
+    return Path(json.loads(printed.splitlines()[-1])["run_dir"])
 
 
 def compare(first: Path, second: Path) -> Rerun:

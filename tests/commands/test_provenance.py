@@ -1,14 +1,20 @@
 """Where a run comes from: what is recorded, `tfloop runs diff` and `tfloop rerun`."""
 
 import json
+import os
 import re
+import signal
 import subprocess
+import threading
+from pathlib import Path
 
 import pytest
 
 from callbacks.run_record import provenance
 from callbacks.run_record.record import read
 from loop.commands import rerun
+from loop.launch import signals
+from tests.conftest import until
 
 TASK = """
 from dataclasses import dataclass
@@ -158,6 +164,22 @@ def test_a_run_with_fields_that_cannot_be_typed_is_made_again(project, command):
     train(command, "a", "--set", "names=none,a")
     code, shown, said = command("rerun", "a", "--run-dir", "again")
     assert (code, "the same weights to the bit" in shown) == (0, True), said
+
+
+def test_a_signal_has_the_second_training_save_before_rerun_ends(project):
+    def interrupt():
+        until(lambda: "epoch_end" in (project / "again" / "journal.jsonl").read_text())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    (project / "again").mkdir()
+    (project / "again" / "journal.jsonl").touch()
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    with signals.interrupting(), pytest.raises(KeyboardInterrupt):
+        rerun.train("line.py:Line", ["--steps=100000000"], Path("again"))
+    thread.join()
+    second = read(project / "again")
+    assert (second.status, [saved.step for saved in second.checkpoints][-1:]) == ("preempted", [second.steps])
 
 
 def test_rerun_has_the_typed_callbacks_and_says_which_others_are_left_out(project, command):
