@@ -143,11 +143,8 @@ def verify(
 
 def _agree(comparisons: Sequence[Comparison], problem: str) -> bool:
     """Whether all compared numbers are the same. Those of processes that have failed (`problem`) weren't compared."""
-    for comparison in comparisons:
-        has_failed = problem != "" and comparison.note == problem
-        if not comparison.same and not has_failed:
-            return False
-    return True
+    compared = [comparison for comparison in comparisons if not problem or comparison.note != problem]
+    return all(comparison.same for comparison in compared)
 
 
 def _reference(task: TrainTask, options: Options) -> Arrays | str:
@@ -246,6 +243,8 @@ def _few(data: Dataset, options: Options) -> Dataset:
 
 def compare(precision: str, engine: str, replicas: int, reference: Arrays, numbers: Arrays) -> Comparison:
     """Compares recorded numbers with those of one replica; see `difference`."""
+    if not numbers:
+        return Comparison(precision, engine, replicas, note="it fails there, but not on 1 replica")
     comparison = Comparison(precision, engine, replicas)
     if in_one := reference.keys() ^ numbers.keys():
         comparison.note = f"only one of the two has {min(in_one)}"
@@ -313,15 +312,18 @@ def write(
         except Exception:
             if precision == "float32":
                 raise
-            continue  # the reference can't be computed either
+            continue  # in most cases, the reference can't be computed either
         if backend.is_chief:
             with (directory / f"{precision}.npz").open("wb") as file:
                 np.savez(file, allow_pickle=False, **numbers)
 
 
 def _read(directory: Path, precision: str) -> Arrays:
-    """Reads the numbers that `write` has written."""
-    with np.load(directory / f"{precision}.npz", allow_pickle=False) as file:
+    """Reads the numbers that `write` has written; {} if the processes have failed in this precision."""
+    path = directory / f"{precision}.npz"
+    if not path.exists():
+        return {}
+    with np.load(path, allow_pickle=False) as file:
         return dict(file)
 
 

@@ -359,6 +359,13 @@ def test_processes_that_fail_are_no_difference_of_the_numbers():
     assert texts[-1] == "not all could be compared"
 
 
+def test_a_precision_in_which_processes_alone_fail_is_told():
+    report = verify(Unweighted(), batch_size=8, replicas=(2,), job=lambda directory: "", job_engine="x")
+    notes = [comparison.note for comparison in report.comparisons if comparison.engine == "x"]
+    assert notes == ["it fails there, but not on 1 replica"] * 2
+    assert not report.same
+
+
 def test_what_cannot_be_trained_at_all_is_said():
     @dataclass
     class Wrong(Unweighted):
