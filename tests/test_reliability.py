@@ -208,6 +208,25 @@ class Many(Plain):
         return super().train_data()
 
 
+class Noise(keras.layers.Layer):
+    """Draws in evaluations, too, as the sampling of an autoencoder does; and counts what it has drawn."""
+
+    def build(self, shape):
+        self.generator = keras.random.SeedGenerator(1)
+        self.drawn = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False)
+
+    def call(self, inputs):
+        self.drawn.assign_add(1)
+        return inputs + keras.random.normal(tf.shape(inputs), seed=self.generator) / tf.cast(self.drawn, tf.float32)
+
+
+class Noisy(Many):
+    """Draws other numbers after an evaluation than without it."""
+
+    def build_model(self):
+        return keras.Sequential([keras.Input((5,)), Noise(), keras.layers.Dense(1)])
+
+
 class InEvaluation(Callback):
     """Does something at the nth time that all workers agree within an evaluation."""
 
@@ -228,7 +247,8 @@ class InEvaluation(Callback):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), singles([Many, Reshuffled], [{"epochs": 2}, {"steps": 9}, {"epochs": 2, "eval_every": 4}])
+    ("kind", "options"),
+    singles([Many, Reshuffled, Noisy], [{"epochs": 2}, {"steps": 9}, {"epochs": 2, "eval_every": 4}]),
 )
 def test_signal_within_an_evaluation_saves_and_the_evaluation_is_made_again(kind, options, quiet):
     options = {"batch_size": 20, "ema": 0.9, "steps_per_call": 2, **options}

@@ -12,7 +12,7 @@ from loop.backends.base import PerReplica
 from loop.data import EVALUATION_EPOCH, DataIterator, Feed, ReadBatch, Rows, Source, StreamSource, count
 from loop.errors import UsageError
 from loop.model.precision import keras_precision
-from loop.model.variables import carried_variables
+from loop.model.variables import carried_variables, counters
 from loop.monitor.phase_marker import ALL_REDUCE, HOST
 from loop.step.batches import Batches
 from loop.step.context import StepContext
@@ -52,9 +52,11 @@ class Evaluation:
                 "evaluated; or use eval_every='never'"
             )
         self._fill_up_to = self._rows_to_fill(context.built.fixed_rows)
-        # The states of stateful layers, and their values in the evaluation.
+        # The states of stateful layers, and what layers count or draw with also outside of training; and the values of
+        # all of them in the evaluation.
         self._carried = carried_variables(context.built.model)
-        self._carried_values: list[tf.Tensor] = []
+        self._counters = counters(context.built.model)
+        self._own_values: list[tf.Tensor] = []
         self._values = MetricSums(context.built.values, context.built.metrics)
         self._layout = EvaluationLayout(self._values)
         self._compile()
@@ -91,7 +93,7 @@ class Evaluation:
 
     def start(self) -> DataIterator:
         """Returns the iterator of the evaluation data, at its start. All workers must call it."""
-        self._carried_values = list(map(tf.zeros_like, read_values(self._carried)))
+        self._own_values = [*map(tf.zeros_like, read_values(self._carried)), *read_values(self._counters)]
         # Before the first batch: replicas that gather statistics of their own would evaluate different models.
         self._average_statistics()
         return self.source.start(0, 0)
@@ -112,21 +114,24 @@ class Evaluation:
         vectors = [vector for _, vector in parts]
         going, totals = self._layout.split_more(np.sum(vectors, 0))
         following = step + steps if going and steps < left else None
+        if following is None:  # the training goes on counting, as in Keras's `fit`
+            assign_values(self._counters, self._own_values[len(self._carried) :])
         return following, totals
 
     @contextlib.contextmanager
     def _own_state(self) -> Iterator[None]:
-        """A context in which stateful layers have the state of the evaluation, which begins with zeros."""
+        """A context in which stateful layers and counters have the state of the evaluation."""
         # At each call, and not once for the evaluation: a checkpoint may be taken between two calls. A run that is
         # resumed from it repeats the evaluation, and then goes on with the state of training.
-        training_values = read_values(self._carried)
-        assign_values(self._carried, self._carried_values)
+        variables = self._carried + self._counters
+        training_values = read_values(variables)
+        assign_values(variables, self._own_values)
         try:
             yield
         finally:
             # Also after an error: training may go on, and must find its own state.
-            self._carried_values = read_values(self._carried)
-            assign_values(self._carried, training_values)
+            self._own_values = read_values(variables)
+            assign_values(variables, training_values)
 
     def means(self, totals: np.ndarray) -> dict[str, float]:
         """The means and metrics of totals, named `eval_...`, or `eval_<set>_...` if there are several sets."""

@@ -11,7 +11,7 @@ import tensorflow as tf
 from loop.backends.base import Backend
 from loop.data import EVALUATION_EPOCH, Rows, Source, StreamSource, count
 from loop.errors import UsageError
-from loop.model.variables import carried_variables, model_variables
+from loop.model.variables import carried_variables, counters
 from loop.step.build import BuiltModel
 from loop.step.replica import Replica, within
 from loop.step.tracing import compiled
@@ -50,7 +50,7 @@ class Prediction:
 
         # A forward pass may change these variables. Each block starts with the same values, so that the order of the
         # blocks doesn't matter.
-        self._state = [*carried_variables(self._model), *_seeds(self._model)]
+        self._state = [*carried_variables(self._model), *counters(self._model)]
         self._initial = read_values(self._state)
 
         # One graph for blocks of all sizes: another graph may round otherwise, and the last block is a short one.
@@ -189,8 +189,3 @@ def _open_spec(tensor: tf.Tensor, longer: tf.Tensor) -> tf.TensorSpec:
     for size, longer_size in zip(tensor.shape[1:], longer.shape[1:], strict=True):
         shape.append(size if size == longer_size else None)
     return tf.TensorSpec(shape, tensor.dtype)
-
-
-def _seeds(model: Model) -> list[tf.Variable]:
-    """The integers among the variables that aren't trained: states of random generators, and counters."""
-    return [variable for variable in model_variables(model) if variable.dtype.is_integer and not variable.trainable]
