@@ -167,7 +167,9 @@ class EpochMetrics:
         metrics = {**means, **self.eval_metrics}
         # While the loss scale can still be halved, skipped steps are part of the search for it, and no failure.
         searching = metrics.get("loss_scale", 0.0) > SMALLEST
-        if is_known and not self.totals[WEIGHT]:
+        # The run may end within an epoch, after a few steps. Only in the first one have they trained nothing at all.
+        is_judged = self.ended or not progress.epoch
+        if is_known and is_judged and not self.totals[WEIGHT]:
             _refuse_untrained(progress.epoch + 1, int(self.totals[SKIPPED]), searching)
 
         row = {"epoch": progress.epoch + 1, "step": progress.step, "examples": progress.examples, **metrics}

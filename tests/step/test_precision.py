@@ -179,6 +179,37 @@ def test_weights_that_sum_to_zero_over_the_whole_set_are_refused(quiet):
         fit(Weightless(), eval_every="never", callbacks=quiet())
 
 
+@pytest.mark.parametrize("problem", ["not finite", "without weight"])
+def test_a_run_may_end_with_steps_of_an_epoch_that_train_nothing(problem, quiet):
+    """An epoch has 5 steps, and the first batch of each, but for that of the first epoch, trains nothing."""
+
+    class FirstBatch(Plain):
+        def build_model(self):
+            model = super().build_model()
+            model.steps = tf.Variable(0.0, trainable=False)
+            return model
+
+        def train_step(self, model, step):
+            super().train_step(model, step)
+            model.steps.assign_add(1.0)
+
+        def compute(self, model, batch, training):
+            loss = super().compute(model, batch, training)["loss"]
+            weight = tf.where(model.steps == 5.0, 0.0, tf.ones_like(loss))
+            bad = tf.where(model.steps == 5.0, np.nan, loss)
+            return {"loss": bad} if problem == "not finite" else {"loss": loss, "weight": weight}
+
+    def run(steps):
+        options = {"batch_size": 20, "on_nonfinite": "skip", "eval_every": "never"}
+        return fit(FirstBatch(examples=100), steps=steps, callbacks=quiet(), **options)
+
+    longer = run(6)
+    assert longer.status == "finished"
+    assert np.isnan(longer.metrics["loss"])
+    for after, before in zip(longer.model.trainable_variables, run(5).model.trainable_variables, strict=True):
+        np.testing.assert_array_equal(after, before)
+
+
 def test_evaluation_without_weight_is_told(quiet):
     class Unweighed(Weighted):
         def compute(self, model, batch, training):
