@@ -169,7 +169,7 @@ class EpochMetrics:
         searching = metrics.get("loss_scale", 0.0) > SMALLEST
         # The run may end within an epoch, after a few steps. Only in the first one have they trained nothing at all.
         is_judged = self.ended or not progress.epoch
-        if is_known and is_judged and not self.totals[WEIGHT]:
+        if is_known and is_judged and not step.has_weight(self.totals):
             _refuse_untrained(progress.epoch + 1, int(self.totals[SKIPPED]), searching)
 
         row = {"epoch": progress.epoch + 1, "step": progress.step, "examples": progress.examples, **metrics}

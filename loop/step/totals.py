@@ -83,6 +83,10 @@ class TotalsLayout:
             states_at += values.state_width
         return parts
 
+    def has_weight(self, totals: np.ndarray) -> bool:
+        """Whether the loss of any `minimize` has a weight that isn't 0: others may have done nothing on purpose."""
+        return any(sums[WEIGHT - SUMS] for sums, _ in self.unpacked(totals).values())
+
     def nothing(self) -> np.ndarray:
         """The totals of no steps."""
         return np.zeros(self.sums_width + self.states_width)

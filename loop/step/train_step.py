@@ -172,6 +172,10 @@ class TrainStep:
             means["skipped_steps"] = float(totals[SKIPPED])
         return means
 
+    def has_weight(self, totals: np.ndarray) -> bool:
+        """See `TotalsLayout.has_weight`."""
+        return self._context.layout.has_weight(totals)
+
     def metric_names(self) -> list[str]:
         """The names that `means` returns."""
         return list(self.means(self._context.layout.nothing()))

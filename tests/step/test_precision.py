@@ -14,7 +14,7 @@ from callbacks import Callback, standard
 from loop import ArrayData, TrainingError, UsageError, fit, predict
 from loop.backends import create
 from loop.step import loss_scale as scaling
-from tests.tasks import Alarm, Plain, Weighted, regression
+from tests.tasks import Alarm, Plain, TwoRates, Weighted, regression
 
 
 class Watch(Callback):
@@ -208,6 +208,21 @@ def test_a_run_may_end_with_steps_of_an_epoch_that_train_nothing(problem, quiet)
     assert np.isnan(longer.metrics["loss"])
     for after, before in zip(longer.model.trainable_variables, run(5).model.trainable_variables, strict=True):
         np.testing.assert_array_equal(after, before)
+
+
+def test_an_optimizer_may_wait_for_another_one(quiet):
+    class Waiting(TwoRates):
+        def train_step(self, model, step):
+            for name, weight in (("body", 0.0), ("head", 1.0)):
+                step.minimize(lambda batch, weight=weight: self.weighed(model, batch, weight), name)
+
+        def weighed(self, model, batch, weight):
+            loss = self.compute(model, batch, training=True)["loss"]
+            return {"loss": loss, "weight": weight * tf.ones_like(loss)}
+
+    result = fit(Waiting(), callbacks=quiet(), epochs=1, eval_every="never")
+    assert np.isnan(result.metrics["body_loss"])
+    assert np.isfinite(result.metrics["head_loss"])
 
 
 def test_evaluation_without_weight_is_told(quiet):
