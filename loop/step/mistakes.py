@@ -76,6 +76,9 @@ ERRORS = (
 _NAMES = {"float": "float32", "double": "float64", "half": "float16"}
 """How TensorFlow's kernels call types that have another name in Python."""
 
+_OF_XLA = re.compile(r"^.*(?:XLA_\w+_JIT|tf2xla|external/xla).*$", re.MULTILINE)
+"""The line of an error in which XLA says what it can't compile."""
+
 
 def explained(error: BaseException) -> UsageError | None:
     """The error to raise in place of one that shows a known mistake, which is its cause; None for all others."""
@@ -100,6 +103,12 @@ def explained(error: BaseException) -> UsageError | None:
         problem.__cause__ = error  # also where it is raised later, from elsewhere
         return problem
     return None
+
+
+def refused_by_xla(error: tf.errors.OpError) -> str:
+    """Why XLA can't compile a step, in a line; "": the error isn't about that."""
+    line = _OF_XLA.search(str(error.message))
+    return line[0].strip()[:200] if line else ""
 
 
 def check_optimizer_is_given(task: TrainTask, optimizer: object, model: object) -> None:

@@ -26,6 +26,7 @@ from loop.step.loop_state import LoopState
 from loop.step.loops import BatchLoop, BlockLoop, LocalStepsLoop
 from loop.step.loss_scale import LossScale
 from loop.step.metric_sums import MetricSums
+from loop.step.mistakes import refused_by_xla
 from loop.step.observer import StepObserver
 from loop.step.plan import StepPlan, check_plan, make_plan
 from loop.step.remat import Remat
@@ -199,7 +200,14 @@ class TrainStep:
 
     def _call(self, iterator: DataIterator, epoch: int, step: int, steps: int) -> Parts:
         # The function is looked up for each attempt, since `_compile` replaces it.
-        return self._context.computing.call(lambda: self._train, iterator, epoch, step, steps, self._compile)
+        try:
+            return self._context.computing.call(lambda: self._train, iterator, epoch, step, steps, self._compile)
+        except tf.errors.OpError as error:
+            reason = refused_by_xla(error)
+            # A block is made again in the graph. Outside of blocks, a batch may have been read, and is lost.
+            if not reason or self._blocks.active:
+                raise
+            raise UsageError(f"compile='xla': XLA can't compile a step ({reason}): use compile='graph'") from error
 
     def _try_block(self, iterator: DataIterator, epoch: int, step: int, steps: int) -> Parts:
         """Makes the steps of a block. If XLA can't compile it, warns with the reason, and uses the graph from then on.
@@ -209,8 +217,7 @@ class TrainStep:
         try:
             parts = self._call(iterator, epoch, step, steps)
         except tf.errors.OpError as error:
-            words = str(error.message).split()
-            reason = " ".join(words)[:300]
+            reason = refused_by_xla(error) or " ".join(str(error.message).split())[:300]
             warnings.warn(f"XLA can't compile this task ({reason}): as compile='graph'", stacklevel=2)
             # From now on `BlockLoop.active` is false, and the new trace has no blocks.
             self._context.computing.uncompiled.add(self.data.train)

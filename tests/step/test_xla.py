@@ -21,7 +21,7 @@ from loop.step.build import build
 from loop.step.replica import current
 from loop.step.train_step import TrainStep
 from tests.conftest import ROOT
-from tests.tasks import Conv, Weighted
+from tests.tasks import Conv, Weighted, regression
 
 
 def trained(task, chosen=(), **options):
@@ -105,6 +105,21 @@ def test_what_xla_cannot_compile_is_said_and_left_to_the_graph():
     with pytest.warns(UserWarning, match="XLA can't compile this task .*EagerPyFunc.* as compile='graph'"):
         xla = trained(Opaque(), compile="xla")
     assert xla.weights_sha256 == trained(Opaque(), eval_every="never").weights_sha256
+
+
+def test_what_xla_cannot_compile_of_a_stream_has_its_fix():
+    """It was an error of TensorFlow that named a node of the graph."""
+
+    class Streamed(Weighted):
+        def train_data(self):
+            return tf.data.Dataset.from_tensor_slices(regression(self.examples))
+
+        def compute(self, model, batch, training):
+            values = super().compute(model, batch, training)
+            return values | {"digits": tf.strings.length(tf.as_string(values["error"]))}
+
+    with pytest.raises(UsageError, match=r"^compile='xla': XLA can't compile a step .*AsString.*: use compile='graph'"):
+        trained(Streamed(), compile="xla")
 
 
 @pytest.mark.filterwarnings(r"ignore:compute\(\) changes .* by its rows|compute\(\) changes .* in each call")
