@@ -267,19 +267,18 @@ def test_thinned_points_keep_the_ends_the_extremes_and_what_is_not_finite(points
         assert any(not abs(value) < 1e100 for _, value in kept) == any(not abs(value) < 1e100 for _, value in points)
 
 
-def test_a_page_of_200_000_steps_is_light_and_keeps_every_extreme():
-    steps = range(1, 200_001)
-    spiked = [(step, 50.5 if step == 123_457 else -7.25 if step == 98_765 else 1 / step) for step in steps]
-    noisy = [(step, (step * 7919 % 10_007) / 9973) for step in steps]
-    for count in (1, 30):  # of metrics, each with three curves
-        curves = {"loss": spiked}
-        for index in range(count):
-            curves |= dict.fromkeys((f"metric{index}", f"step/metric{index}", f"eval_metric{index}"), noisy)
-        of = Record(Path("runs/x"), "x", curves=curves, speed=noisy, clock=noisy, steps=200_000)
-        for text in (report.html(of), comparison.html([of] * comparison.MOST)):
-            assert len(text.encode()) < 500_000
-            # In what the script draws, and in what is drawn already.
-            assert any({50.5, -7.25} <= set(line["values"]) for chart in Page(text).charts for line in chart["lines"])
+@pytest.mark.parametrize(("count", "last"), [(1, 200_000), (30, 20_000)])  # of metrics with three curves each; steps
+def test_a_page_of_very_many_steps_is_light_and_keeps_every_extreme(count, last):
+    extremes = {last // 5 * 3: 50.5, last // 2 - 1: -7.25}
+    curves = {"loss": [(step, extremes.get(step, 1 / step)) for step in range(1, last + 1)]}
+    noisy = [(step, (step * 7919 % 10_007) / 9973) for step in range(1, last + 1)]
+    for index in range(count):
+        curves |= dict.fromkeys((f"metric{index}", f"step/metric{index}", f"eval_metric{index}"), noisy)
+    of = Record(Path("runs/x"), "x", curves=curves, speed=noisy, clock=noisy, steps=last)
+    for text in (report.html(of), comparison.html([of] * comparison.MOST)):
+        assert len(text.encode()) < 500_000
+        # In what the script draws, and in what is drawn already.
+        assert any({50.5, -7.25} <= set(line["values"]) for chart in Page(text).charts for line in chart["lines"])
 
 
 def test_a_page_of_very_many_metrics_says_what_it_leaves_out_and_keeps_the_first_ones():
