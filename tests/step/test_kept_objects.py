@@ -11,6 +11,7 @@ from tests.tasks import Legacy, Unweighted
 class Keeps(Unweighted):
     """Returns the same model, or the same optimizer, in each call."""
 
+    defaults = {"epochs": 1, "eval_every": "never"}
     keeps_model = keeps_optimizer = False
     momentum = 0.9
 
@@ -30,6 +31,8 @@ class KeepsOptimizer(Keeps):
 
 
 class KeepsLegacy(Legacy):
+    defaults = Keeps.defaults
+
     def build_optimizer(self):
         if not hasattr(self, "optimizer"):
             self.optimizer = super().build_optimizer()
@@ -40,9 +43,9 @@ class KeepsLegacy(Legacy):
 @pytest.mark.parametrize("kind", [KeepsOptimizer, KeepsLegacy])
 def test_an_optimizer_of_another_model_is_refused(kind, then, quiet):
     task = kind()
-    fit(task, epochs=1, callbacks=quiet())
+    fit(task, callbacks=quiet())
     with pytest.raises(UsageError, match=rf"{type(task).__name__} returned .* another model: make a new one"):
-        fit(task, epochs=1, backend=create(then, 2 if then == "mirrored" else None), callbacks=quiet())
+        fit(task, backend=create(then, 2 if then == "mirrored" else None), callbacks=quiet())
 
 
 @pytest.mark.parametrize("before", ["single", "mirrored"])
@@ -52,30 +55,30 @@ def test_a_model_of_another_backend_is_refused(before, then, change, quiet):
     if (before, then) == ("single", "central") and change:
         pytest.skip("central trains variables of one device if it needs no new ones beside them")
     task = type("KeepsModel", (Keeps,), {"keeps_model": True, **change})()
-    fit(task, epochs=1, backend=create(before, 2 if before == "mirrored" else None), callbacks=quiet())
+    fit(task, backend=create(before, 2 if before == "mirrored" else None), callbacks=quiet())
     with pytest.raises(UsageError, match=r"KeepsModel returned a model that was made .*make a new model in each call"):
-        fit(task, epochs=1, backend=create(then, 2), callbacks=quiet())
+        fit(task, backend=create(then, 2), callbacks=quiet())
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_model_of_replicas_is_refused_on_one_device_with_a_new_optimizer(momentum, quiet):
     task = type("KeepsModel", (Keeps,), {"keeps_model": True, "momentum": momentum})()
-    fit(task, epochs=1, backend=create("mirrored", 2), callbacks=quiet())
+    fit(task, backend=create("mirrored", 2), callbacks=quiet())
     with pytest.raises(UsageError, match=r"KeepsModel returned a model that was made .* 'single' can't train"):
-        fit(task, epochs=1, callbacks=quiet())
+        fit(task, callbacks=quiet())
     task.keeps_optimizer = True
     del task.model, task.optimizer
-    fit(task, epochs=1, backend=create("mirrored", 2), callbacks=quiet())
-    fit(task, epochs=1, callbacks=quiet())  # with its own optimizer, it can be trained
+    fit(task, backend=create("mirrored", 2), callbacks=quiet())
+    fit(task, callbacks=quiet())  # with its own optimizer, it can be trained
 
 
 @pytest.mark.parametrize("keeps_optimizer", [False, True])
 def test_a_model_of_one_device_is_refused_on_one_replica(keeps_optimizer, quiet):
     changed = {"keeps_model": True, "keeps_optimizer": keeps_optimizer, "momentum": 0.0}
     task = type("KeepsModel", (Keeps,), changed)()
-    fit(task, epochs=1, callbacks=quiet())
+    fit(task, callbacks=quiet())
     with pytest.raises(UsageError, match=r"KeepsModel returned a model that was made .* 'mirrored' can't train"):
-        fit(task, epochs=1, backend=create("mirrored", 1), callbacks=quiet())
+        fit(task, backend=create("mirrored", 1), callbacks=quiet())
 
 
 @pytest.mark.parametrize(
@@ -93,11 +96,11 @@ def test_an_optimizer_that_was_made_before_its_model_is_named(kind, backend, rep
     task.momentum = momentum
     task.build_optimizer()
     with pytest.raises(UsageError, match=r"returned an optimizer that was made outside of it, .* make a new one"):
-        fit(task, epochs=1, backend=create(backend, replicas), callbacks=quiet())
+        fit(task, backend=create(backend, replicas), callbacks=quiet())
 
 
 def test_model_and_optimizer_may_be_kept_on_one_device(quiet):
     task = type("KeepsBoth", (Keeps,), {"keeps_model": True, "keeps_optimizer": True})()
     for _ in range(2):
-        fit(task, epochs=1, batch_size=20, callbacks=quiet())
+        fit(task, batch_size=20, callbacks=quiet())
     assert int(task.optimizer.iterations) == 12
