@@ -136,7 +136,9 @@ def test_a_class_of_a_cell_trains_again_and_again_also_when_it_is_redefined(tmp_
 def execute(cells, directory):
     """Executes cells in a kernel; gives them with their outputs."""
     made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    NotebookClient(made, timeout=240, allow_errors=True, resources={"metadata": {"path": str(directory)}}).execute()
+    client = NotebookClient(made, timeout=240, allow_errors=True, resources={"metadata": {"path": str(directory)}})
+    client.create_kernel_manager().kernel_spec.argv[1:1] = ["-X", "warm"]  # and so are the workers that it starts
+    client.execute()
     return made.cells
 
 

@@ -242,16 +242,19 @@ def serve(connection):
         between = os.fork()
         if between == 0:
             between = os.getpid()
-            if child := os.fork():
-                os.write(writer, child.to_bytes(8, "big"))
+            if os.fork():
                 os._exit(0)
+            request = json.loads(body)
+            if request["new_session"]:  # before the one that asks goes on: it may ask for the group
+                os.setsid()
+            os.write(writer, os.getpid().to_bytes(8, "big"))
             while os.getppid() == between:
                 time.sleep(0.0005)
             signal.pthread_sigmask(signal.SIG_BLOCK, mine)  # until `run` has the process block what was asked for
             for number, handler in before.items():
                 signal.signal(number, handler)
             connection.detach()  # `keep_descriptors` closes it; the object must not close its number at the end
-            return json.loads(body), descriptors
+            return request, descriptors
         os.waitpid(between, 0)
         connection.sendall(os.read(reader, 8))
         for descriptor in (reader, writer, *descriptors):
@@ -261,8 +264,6 @@ def serve(connection):
 def run(request, descriptors, environment):
     """Makes this process what was asked for, with a server of its own, and runs it to its end."""
     global _server
-    if request["new_session"]:
-        os.setsid()
     own, its = socket.socketpair()
     if os.fork() == 0:
         keep_descriptors([its.fileno()], [3])
