@@ -18,6 +18,7 @@ from loop.commands.new import class_name, fitting, new
 from loop.errors import UsageError
 from tests.conftest import ROOT, needs_horovod, tfloop
 from tests.tasks import Plain, Streamed, Weighted, regression
+from tests.test_reliability import files_no_longer_than
 
 START = (ROOT / "docs" / "start.md").read_text()
 
@@ -73,6 +74,13 @@ def test_new_refuses_what_hides_a_module_or_is_no_name(name, better, command, tm
     assert err.endswith(f"how about {better!r}?\n")
     assert fitting(better) == better
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_full_disk_leaves_no_half_of_a_new_file(command):
+    with files_no_longer_than(100):
+        code, _, err = command("new", "mine")
+    assert (code, err) == (2, "tfloop: error: mine.py can't be written: File too large\n")
+    assert command("new", "mine")[0] == 0
 
 
 def test_new_writes_over_nothing(command, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import keyword
 import re
 import sys
@@ -42,6 +43,8 @@ def new(name: str) -> str:
     except FileExistsError:
         raise UsageError(f"{path} is there already: give another name") from None
     except OSError as error:
+        with contextlib.suppress(OSError):  # half a file would be in the way of the next try
+            path.unlink()
         raise UsageError(f"{path} can't be written: {error.strerror}") from None
     return f"{path}:{kind}"
 

@@ -179,7 +179,10 @@ def evaluate(
     backend_name = choose_for_command(backend or "auto", workers)
     if backend_name in ("horovod", "multiworker") and job_size() is None:
         # Its workers come here again, with the same arguments, and go on below. `finish` doesn't return.
-        finish(*run_job(backend_name, workers or 1, sys.argv[1:])[:3], as_json, _metric_lines)
+        ended = run_job(backend_name, workers or 1, sys.argv[1:])[:3]
+        if ended[0] == PREEMPTED:
+            tell("stopped: nothing is left behind")
+        finish(*ended, as_json, _metric_lines)
     with reporting() as report, stderr.quiet_start():
         from loop import backends
         from loop.commands.evaluate import evaluate as evaluate_
