@@ -246,6 +246,18 @@ class InEvaluation(Callback):
         run.synchronize = synchronizing
 
 
+def test_evaluations_do_not_change_what_layers_draw_and_count_in_training(quiet):
+    """Nor does the evaluation at the end of a run within an epoch, when the run goes on."""
+
+    def weights(**options):
+        return fit(Noisy(), batch_size=20, callbacks=quiet(), **options).weights_sha256
+
+    once = weights(steps=9, eval_every="never")
+    assert weights(steps=9, eval_every=1) == once
+    weights(steps=3, run_dir="run")
+    assert weights(steps=9, run_dir="run") == once
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     singles([Many, Reshuffled, Noisy], [{"epochs": 2}, {"steps": 9}, {"epochs": 2, "eval_every": 4}]),

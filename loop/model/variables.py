@@ -149,12 +149,12 @@ def carried_variables(model: Model) -> list[tf.Variable]:
 
 def counters(model: Model) -> list[tf.Variable]:
     """The integers among the variables that aren't trained: states of random generators, and counters."""
-    found = []
+    integers = []
     for variable in model_variables(model):
         # One that parameter servers hold in shards doesn't say whether it is trained, and can't be read as one tensor.
         if variable.dtype.is_integer and not getattr(variable, "trainable", True):
-            found.append(variable)
-    return found
+            integers.append(variable)
+    return integers
 
 
 def fixed_inputs(model: Model) -> list[int]:

@@ -52,8 +52,8 @@ class Evaluation:
                 "evaluated; or use eval_every='never'"
             )
         self._fill_up_to = self._rows_to_fill(context.built.fixed_rows)
-        # The states of stateful layers, and what layers count or draw with also outside of training; and the values of
-        # all of them in the evaluation.
+        # The states of stateful layers; what layers count or draw with, also outside of training; and the values of all
+        # of them in the evaluation, which begins with zeros, or with those of the training.
         self._carried = carried_variables(context.built.model)
         self._counters = counters(context.built.model)
         self._own_values: list[tf.Tensor] = []
@@ -113,16 +113,13 @@ class Evaluation:
             )
         vectors = [vector for _, vector in parts]
         going, totals = self._layout.split_more(np.sum(vectors, 0))
-        following = step + steps if going and steps < left else None
-        if following is None:  # the training goes on counting, as in Keras's `fit`
-            assign_values(self._counters, self._own_values[len(self._carried) :])
-        return following, totals
+        return step + steps if going and steps < left else None, totals
 
     @contextlib.contextmanager
     def _own_state(self) -> Iterator[None]:
         """A context in which stateful layers and counters have the state of the evaluation."""
-        # At each call, and not once for the evaluation: a checkpoint may be taken between two calls. A run that is
-        # resumed from it repeats the evaluation, and then goes on with the state of training.
+        # The training must not depend on how often it is evaluated. The state is exchanged at each call, and not once
+        # for the evaluation: a run that is resumed from a checkpoint between two calls repeats the evaluation.
         variables = self._carried + self._counters
         training_values = read_values(variables)
         assign_values(variables, self._own_values)
