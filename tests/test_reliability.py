@@ -221,7 +221,7 @@ class Noise(keras.layers.Layer):
 
 
 class Noisy(Many):
-    """Draws other numbers after an evaluation than without it."""
+    """Its layer draws and counts, which an evaluation must not change for the training."""
 
     def build_model(self):
         return keras.Sequential([keras.Input((5,)), Noise(), keras.layers.Dense(1)])
@@ -246,11 +246,13 @@ class InEvaluation(Callback):
         run.synchronize = synchronizing
 
 
-def test_evaluations_do_not_change_what_layers_draw_and_count_in_training(quiet):
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_evaluations_do_not_change_what_layers_draw_and_count_in_training(replicas, quiet):
     """Nor does the evaluation at the end of a run within an epoch, when the run goes on."""
 
     def weights(**options):
-        return fit(Noisy(), batch_size=20, callbacks=quiet(), **options).weights_sha256
+        backend = create("mirrored", replicas) if replicas > 1 else "single"
+        return fit(Noisy(), batch_size=20, backend=backend, callbacks=quiet(), **options).weights_sha256
 
     once = weights(steps=9, eval_every="never")
     assert weights(steps=9, eval_every=1) == once

@@ -186,7 +186,7 @@ def train(target: str, options: list[str], run_dir: Path | None) -> Path:
             printed, _ = process.communicate()
         except KeyboardInterrupt:
             process.terminate()
-            process.wait()  # the training saves and ends
+            process.communicate()  # the training saves and ends; it may print more than a pipe holds
             raise
     code = process.returncode
     if code:

@@ -8,13 +8,13 @@ import warnings
 from collections.abc import Iterable, Iterator
 
 from loop.errors import UsageError
-from loop.model.variables import as_tf, layers, trainable_variables, variable_names
+from loop.model.variables import as_tf, layers, optimizers_of, trainable_variables, variable_names
 from loop.step.build import BuiltModel
 from loop.task import Model, TrainTask
 
 
 class LateChanges:
-    """Compares the numbers of the task and its layers, and what is trained, with what the step was traced with.
+    """Compares numbers of the task, its layers and its optimizers, and what is trained, with those of the traced step.
 
     Args:
         task: the task.
@@ -24,7 +24,6 @@ class LateChanges:
     def __init__(self, task: TrainTask, built: BuiltModel) -> None:
         self._task = task
         self._built = built
-        self._model = built.model
         self._trained = _trained(built.model)
         self._names = _read_by_steps(type(task))
         self._numbers: dict[str, float] = {}
@@ -32,7 +31,7 @@ class LateChanges:
 
     def check_setup(self) -> None:
         """Refuses layers that a callback has unfrozen in on_setup: the optimizer doesn't know their variables."""
-        trained = _trained(self._model)
+        trained = _trained(self._built.model)
         if unknown := trained.keys() - self._trained.keys():
             names = ", ".join(sorted(trained[key] for key in unknown))
             raise UsageError(
@@ -78,7 +77,7 @@ class LateChanges:
 
     def _warn_of_trained(self) -> None:
         """Warns if other variables are trainable now; once."""
-        trained = _trained(self._model)
+        trained = _trained(self._built.model)
         if changed := trained.keys() ^ self._trained.keys():
             names = ", ".join(sorted((trained | self._trained)[key] for key in changed))
             self._trained = trained
@@ -107,8 +106,7 @@ def _trained(model: Model) -> dict[int, str]:
 
 def _settings(built: BuiltModel) -> Iterator[tuple[object, str, float]]:
     """The numbers that layers and optimizers were made with, such as a Dropout's `rate`: (owner, name, number)."""
-    optimizers = list(built.optimizer.values()) if isinstance(built.optimizer, dict) else [built.optimizer]
-    for owner in [*layers(built.model), *optimizers]:
+    for owner in [*layers(built.model), *optimizers_of(built.optimizer)]:
         # Other attributes may count, while functions are traced, how often a layer was called.
         for name in inspect.signature(type(owner)).parameters:
             number = vars(owner).get(name)

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import shutil
+import subprocess
 
 import keras
 import numpy as np
@@ -17,7 +18,8 @@ from loop import ArrayData, UsageError, fit
 from loop.commands.cli.training import _prediction_lines
 from loop.commands.predict import _described
 from loop.commands.prediction_parts import blocks_in_part, owner
-from tests.conftest import needs_horovod, tfloop
+from tests.commands.test_verify import workers_of
+from tests.conftest import TFLOOP, needs_horovod, tfloop, until
 from tests.tasks import Legacy, Unweighted, Weighted, regression
 
 EXAMPLES = 10_001
@@ -134,6 +136,17 @@ def test_a_prediction_that_is_stopped_says_that_it_can_go_on(trained, alone, wor
     assert said == "stopped: what is predicted is kept, and the same command goes on from there"
     assert predicted(trained, out, *typed) == alone
     (trained / "stopped").unlink()
+
+
+@needs_horovod
+def test_an_evaluation_by_workers_that_is_stopped_says_so(trained):
+    command = [*TFLOOP, "evaluate", "run", "--workers", "2"]
+    with subprocess.Popen(command, cwd=trained, stdout=-1, stderr=-1, text=True) as process:
+        until(lambda: len(workers_of(process, "evaluate")) == 2)
+        process.terminate()
+        out, err = process.communicate(timeout=240)
+    assert (process.returncode, out) == (75, "")
+    assert err.endswith("stopped: nothing is left behind\n")
 
 
 # In this process

@@ -427,12 +427,12 @@ def test_a_stop_among_real_processes_leaves_no_traceback_and_no_process(tmp_path
     assert not psutil.wait_procs(workers, timeout=10)[1]
 
 
-def workers_of(process):
-    """The workers that it has started; imports start children too."""
+def workers_of(process, word="--record"):
+    """The workers that it has started, with this word in their commands; imports start children too."""
     found = []
     for child in psutil.Process(process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if "--record" in child.cmdline():
+            if word in child.cmdline():
                 found.append(child)
     return found
 

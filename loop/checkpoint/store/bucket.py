@@ -26,7 +26,10 @@ PART = 8 << 20
 _SAID = re.compile(r"<Code>([^<]*)</Code>\s*<Message>([^<]*)</Message>")
 """In an answer: why the store refuses, such as that there is no such bucket, or that this machine's clock is wrong."""
 _REFUSED = re.compile(r"status code: 4(?!08|09|25|29)\d\d")
-"""In an error of the library: the store refuses. After a timeout, a conflict or too many requests, it may not again."""
+"""In an error of the library: the store refuses, with an HTTP status for which asking again doesn't help.
+
+It may help after 408 (timeout), 409 (conflict), 425 (too early) and 429 (too many requests).
+"""
 _PAUSE = 3.0
 """Seconds between two tries, while the store doesn't answer."""
 _TRIES = 5
