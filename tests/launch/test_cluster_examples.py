@@ -136,11 +136,21 @@ def check_command(words):
     assert options <= known
 
 
-def test_the_batch_script_is_one():
-    path = ROOT / "examples" / "cluster" / "slurm.sbatch"
-    assert subprocess.run(["bash", "-n", path], timeout=240).returncode == 0
-    line = path.read_text().replace("\\\n", "").splitlines()[-1]
-    check_command(shlex.split(line[line.index("tfloop train") :]))
+@pytest.mark.parametrize("code", [0, 2, 75])
+def test_the_batch_script_is_queued_again_if_it_was_stopped(code, tmp_path):
+    """`srun` and `scontrol` here print what they are called with; tests/campaigns/slurm.py has Slurm itself."""
+    (tmp_path / "srun").write_text(f'#!/bin/sh\necho "$@"; exit {code}\n')
+    (tmp_path / "scontrol").write_text('#!/bin/sh\necho scontrol "$@"\n')
+    for program in ("srun", "scontrol"):
+        (tmp_path / program).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "SLURM_JOB_ID": "17", "SLURM_CPUS_PER_TASK": "4"}
+    command = ["bash", ROOT / "examples" / "cluster" / "slurm.sbatch"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (code, "")
+    typed, *more = done.stdout.splitlines()
+    check_command(shlex.split(typed[typed.index("tfloop train") :]))
+    assert more == (["scontrol requeue 17"] if code == 75 else [])
 
 
 @pytest.mark.parametrize("script", ["two-hosts.sh", "tf-config.sh"])
