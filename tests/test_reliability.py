@@ -888,6 +888,24 @@ def test_step_that_is_not_finite_is_kept_and_replayed(kind, on_nonfinite, quiet)
     assert replaying.as_json(found)["values"][0]["norm"] == "nan"
 
 
+def test_a_bad_step_for_which_there_is_no_file_is_still_named(quiet):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    class NoMoreFiles(Callback):
+        every = 1
+
+        def on_steps_end(self, run, metrics):
+            if run.progress.step == 3:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+
+        def on_exception(self, run, error):
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    Path("run/bad").mkdir(parents=True)
+    with pytest.raises(TrainingError, match=r"step 4 .* could not be kept \(.*Too many open files"):
+        fit(Alarm(), batch_size=20, shuffle=False, callbacks=quiet() + [NoMoreFiles()], run_dir="run")
+
+
 @pytest.mark.parametrize("accumulate", [2, 3, 7])
 def test_replay_names_the_example_of_a_micro_batch(accumulate, quiet):
     """Micro-batches don't wait for each other: their values were taken in the order in which they had ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,7 +43,7 @@ def keep_bad_step(run: Run, skipped: bool) -> str:
     in_epoch = progress.step_in_epoch - counted
     # Without a layout, all workers have read the same batch; else each adds its own rows, in a collective.
     same_batch = run.step.data.train.layout is None
-    writes = run.backend.is_chief and len(checkpoint_files.complete(directory)) < MOST_BAD_STEPS
+    writes = run.backend.is_chief and _has_room(directory)
 
     # Only the chief knows whether it writes. Gathering slices is a collective, so all workers ask the chief first.
     whole: Arrays = {}
@@ -65,6 +66,14 @@ def keep_bad_step(run: Run, skipped: bool) -> str:
     except Exception as error:  # best effort: must not hide that the step wasn't finite
         return f"what it was made from could not be kept ({message_of(error)})"
     return f"what it was made from is kept: `tfloop replay {path}` shows it"
+
+
+def _has_room(directory: Path) -> bool:
+    """Whether one more step can be kept. Where that can't be read, the attempt to write tells why it fails."""
+    try:
+        return len(checkpoint_files.complete(directory)) < MOST_BAD_STEPS
+    except checkpoint_files.CheckpointError:
+        return True
 
 
 def packed(rows: Rows, backend: Backend | None) -> Arrays:
