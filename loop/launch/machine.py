@@ -144,7 +144,7 @@ def _content(library: Path) -> Iterator[mmap.mmap]:
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Ports that are free now at an address of this machine; host "" means all addresses."""
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        sockets = [stack.enter_context(_socket(host)) for _ in range(count)]
         for listener in sockets:  # all are open at the same time, so that no port is returned twice
             listener.bind((host, 0))
         return [listener.getsockname()[1] for listener in sockets]
@@ -156,7 +156,7 @@ def port_is_free(host: str, port: int) -> bool:
     Raises:
         UsageError: this machine has no such address.
     """
-    with socket.socket() as probe:
+    with _socket(host) as probe:
         # As servers do: otherwise a port whose last connections have just ended would count as taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -167,3 +167,8 @@ def port_is_free(host: str, port: int) -> bool:
                 return False
             raise UsageError(f"--host {host}: this machine has no such address ({error})") from None
     return True
+
+
+def _socket(host: str) -> socket.socket:
+    """A socket for an address of this machine: only those of IPv6 have a colon."""
+    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)

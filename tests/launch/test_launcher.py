@@ -4,7 +4,9 @@ import ast
 import errno
 import json
 import os
+import socket
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -139,10 +141,15 @@ def test_horovod_without_its_library_is_told_from_none(monkeypatch, tmp_path):
     assert "not installed" in machine.horovod_missing()
 
 
-def test_ports():
-    ports = machine.free_ports(3)
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_ports(host):
+    if host == "::1" and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    ports = machine.free_ports(3, host)
     assert len(set(ports)) == 3
-    assert all(machine.port_is_free("127.0.0.1", port) for port in ports)
+    assert all(machine.port_is_free(host, port) for port in ports)
+    with socket.create_server((host, ports[0]), family=socket.AF_INET6 if host == "::1" else socket.AF_INET):
+        assert not machine.port_is_free(host, ports[0])
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "inf"])

@@ -39,12 +39,13 @@ def ui(port: typed.Port = 5000, host: typed.Host = "127.0.0.1") -> None:
     if path and not path.exists():
         raise UsageError(f"{path} isn't there: train something first, here")
     if not machine.port_is_free(host, port):
-        free = machine.free_ports(1)[0]
+        free = machine.free_ports(1, host)[0]
         tell(f"port {port} is in use, taking {free}")
         port = free
     # Without the query, MLflow's page starts with its part for language models, where these runs aren't.
     # Said before the process is replaced: after that, this code prints nothing more.
-    tell(f"MLflow UI: http://{host}:{port}/?workflowType=machine_learning  (Ctrl-C ends it)")
+    address = f"[{host}]" if ":" in host else host
+    tell(f"MLflow UI: http://{address}:{port}/?workflowType=machine_learning  (Ctrl-C ends it)")
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", host, "--port", str(port)]
     # MLflow starts four processes, and ends those that are slow to start: a busy machine never shows the page.
     os.environ.setdefault("MLFLOW_WORKERS", "1")
