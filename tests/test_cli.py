@@ -589,7 +589,7 @@ def test_ui_asks_mlflow_for_one_process_without_jobs_unless_told_otherwise(own, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "mlflow.db").touch()
-    for name in ("MLFLOW_WORKERS", JOBS.name):
+    for name in ("MLFLOW_WORKERS", JOBS.name, "MLFLOW_BACKEND_STORE_URI", "PYTHONPATH"):
         monkeypatch.setenv(name, "")  # so that what the command sets is undone
         monkeypatch.delenv(name)
     for name, value in own.items():
@@ -598,7 +598,8 @@ def test_ui_asks_mlflow_for_one_process_without_jobs_unless_told_otherwise(own, 
     monkeypatch.setattr(os, "execv", lambda path, arguments: started.append((arguments, dict(os.environ), JOBS.get())))
     command("ui")
     [(arguments, environment, jobs)] = started
-    assert arguments[1:4] == ["-m", "mlflow", "ui"]
+    assert arguments[1:4] == ["-P", "-m", "callbacks.mlflow.ui"]
+    assert environment["MLFLOW_BACKEND_STORE_URI"] == f"sqlite:///{tmp_path}/runs/mlflow.db"
     assert environment["MLFLOW_WORKERS"] == own.get("MLFLOW_WORKERS", "1")
     assert not jobs
 

@@ -101,12 +101,7 @@ class Delivery:
         """Finds the MLflow run, or creates it, and asks how much it has; does nothing if it is connected."""
         if self._client is not None:
             return
-        load(self.uri)
-        from mlflow import MlflowClient
-
-        if path := sqlite_path(self.uri):
-            _open_once(path)
-        client = MlflowClient(self.uri)
+        client = client_of(self.uri)
         mlflow_run = MLflowRun(self.directory, self.uri, self._experiment, self._names)
         parent_id = None
         with contextlib.ExitStack() as stack:
@@ -278,6 +273,30 @@ class Delivery:
             # Only now: after an error within the line, all of it is looked at again.
             position.offset = offset
             position.time = milliseconds(entry) or position.time
+
+
+def client_of(uri: str) -> Foreign:
+    """A client of the store at this URI, which can be opened.
+
+    Raises:
+        ValueError: another version of MLflow has made the store's tables.
+        Exception: a store may fail in any way.
+    """
+    load(uri)
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    if path := sqlite_path(uri):
+        _open_once(path)
+    try:
+        return MlflowClient(uri)
+    except MlflowException as error:
+        if "database schema" not in str(error):
+            raise
+        raise ValueError(
+            "another version of MLflow has made its tables: if that was an older one, copy the database, then "
+            f"`mlflow db upgrade {redact(uri)}`; if a newer one, install that"
+        ) from None
 
 
 def _open_once(path: Path) -> None:

@@ -20,13 +20,14 @@ import pytest
 import callbacks
 from callbacks import MLflowTracker
 from callbacks.files import sqlite_path
-from callbacks.mlflow import delivery
+from callbacks.mlflow import delivery, ui
 from callbacks.mlflow.courier import Courier
 from callbacks.mlflow.delivery import Delivery
 from callbacks.mlflow.points import key, points
 from callbacks.mlflow.tracker import store
 from loop import fit
 from loop.launch import machine
+from loop.launch.signals import handled
 from loop.run import trust
 from tests.conftest import ROOT, needs_mounts, until
 from tests.tasks import Plain
@@ -371,6 +372,36 @@ def test_what_has_been_deleted_there_is_told(database, tmp_path, command):
     (tmp_path / "other" / "mlflow.json").write_text(json.dumps({"uri": uri, "given": "typo"}))
     with pytest.raises(ValueError, match=r"no run typo, which MLFLOW_RUN_ID, .* has named: start again"):
         other.connect()
+
+
+def test_a_store_of_another_version_of_mlflow_is_told_with_the_fix(empty_store, tmp_path, monkeypatch, capsys):
+    path = shutil.copy(empty_store, tmp_path)
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("UPDATE alembic_version SET version_num = '0584bdc529eb'")
+    with pytest.raises(ValueError, match="another version of MLflow has made its tables") as refused:
+        Delivery(run_directory(tmp_path / "run"), f"sqlite:///{path}").connect()
+    assert delivery.is_refusal(refused.value)
+    monkeypatch.setenv(ui.STORE, f"sqlite:///{path}")
+    with handled({signal.SIGINT: signal.default_int_handler}), pytest.raises(SystemExit, match="2"):
+        ui.main()
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"tfloop: error: MLflow can't open sqlite:///{path} (another version")
+    assert f"`mlflow db upgrade sqlite:///{path}`" in said
+
+
+def test_hanging_up_ends_the_servers_of_the_ui_too(empty_store, monkeypatch):
+    """MLflow passes SIGTERM on to its server, and left it alone at SIGHUP."""
+    passed_on = []
+
+    def server(arguments, prog_name):
+        signal.signal(signal.SIGTERM, lambda number, frame: passed_on.append(number))
+        signal.raise_signal(signal.SIGHUP)
+
+    monkeypatch.setenv(ui.STORE, f"sqlite:///{empty_store}")
+    monkeypatch.setitem(sys.modules, "mlflow.cli", types.SimpleNamespace(cli=types.SimpleNamespace(main=server)))
+    with handled(dict.fromkeys((signal.SIGINT, signal.SIGHUP, signal.SIGTERM), signal.SIG_DFL)):
+        ui.main()
+    assert passed_on == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize("links", [True, False])

@@ -31,8 +31,9 @@ def doctor(as_json: typed.AsJson = False) -> None:
 
 def ui(port: typed.Port = 5000, host: typed.Host = "127.0.0.1") -> None:
     """Start the MLflow UI on the default store."""
-    from callbacks import files
+    from callbacks import files, side_process
     from callbacks.mlflow.tracker import default_uri
+    from callbacks.mlflow.ui import STORE
 
     uri = default_uri()
     path = files.sqlite_path(uri)
@@ -46,7 +47,8 @@ def ui(port: typed.Port = 5000, host: typed.Host = "127.0.0.1") -> None:
     # Said before the process is replaced: after that, this code prints nothing more.
     address = f"[{host}]" if ":" in host else host
     tell(f"MLflow UI: http://{address}:{port}/?workflowType=machine_learning  (Ctrl-C ends it)")
-    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--host", host, "--port", str(port)]
+    command = [sys.executable, "-P", "-m", "callbacks.mlflow.ui", "--host", host, "--port", str(port)]
+    os.environ |= {STORE: uri, "PYTHONPATH": side_process.search_path()}
     # MLflow starts four processes, and ends those that are slow to start: a busy machine never shows the page.
     os.environ.setdefault("MLFLOW_WORKERS", "1")
     # Nor are its jobs wanted, a dozen processes that evaluate language models.
