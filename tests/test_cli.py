@@ -602,6 +602,10 @@ def test_ui_asks_mlflow_for_one_process_without_jobs_unless_told_otherwise(own, 
     assert environment["MLFLOW_BACKEND_STORE_URI"] == f"sqlite:///{tmp_path}/runs/mlflow.db"
     assert environment["MLFLOW_WORKERS"] == own.get("MLFLOW_WORKERS", "1")
     assert not jobs
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@host:5000")
+    code, _, err = command("ui")
+    assert (code, len(started)) == (2, 1)
+    assert re.search("MLFLOW_TRACKING_URI=http://[^t]*@host:5000 is a server, which has a UI of its own", err)
 
 
 def test_a_map_that_fails_is_told_with_its_line(capsys):

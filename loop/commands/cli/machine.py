@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from callbacks.run_record.redaction import tell
+from callbacks.run_record.redaction import redact, tell
 from loop.commands import new as new_
 from loop.commands.cli import options as typed
 from loop.commands.cli.output import end, show
@@ -36,6 +36,10 @@ def ui(port: typed.Port = 5000, host: typed.Host = "127.0.0.1") -> None:
     from callbacks.mlflow.ui import STORE
 
     uri = default_uri()
+    if uri.startswith(("http://", "https://")):
+        raise UsageError(
+            f"MLFLOW_TRACKING_URI={redact(uri)} is a server, which has a UI of its own: open it in a browser"
+        )
     path = files.sqlite_path(uri)
     if path and not path.exists():
         raise UsageError(f"{path} isn't there: train something first, here")
