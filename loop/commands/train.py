@@ -60,7 +60,8 @@ def _end_with_memory(typed: SimpleNamespace, problem: str) -> NoReturn:
     command_line.say(problem)
     backend = typed.backend or "auto"
     by_host = host_slots.read_hosts(typed.hosts_, typed.workers, backend, typed.interface, typed.remote_python)
-    workers = sum(by_host.values()) or typed.workers or 1
+    devices = typed.devices.split(",") if typed.devices else []  # a replica on each
+    workers = sum(by_host.values()) or typed.workers or len(devices) or 1
     options = {"precision": typed.precision, "ema": typed.ema}  # those that change what the variables take
     # Workers on this machine share its memory; on other machines, each is assumed to have one for itself.
     share = 1 if typed.hosts_ or typed.launcher else 1 / workers

@@ -256,13 +256,16 @@ def test_out_of_memory_says_what_takes_it_and_what_each_setting_needs(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
-def test_the_table_shares_the_batch_among_the_workers_of_all_hosts(monkeypatch):
+@pytest.mark.parametrize(
+    ("where", "workers", "share"), [({"hosts_": "a:2,b:2"}, 4, 1), ({"devices": "gpu:0,gpu:2"}, 2, 1 / 2)]
+)
+def test_the_table_shares_the_batch_among_all_replicas(where, workers, share, monkeypatch):
     asked = []
     monkeypatch.setattr(memory_advice, "replace_process", lambda *request: asked.append(request))
-    where = {"hosts_": "a:2,b:2", "launcher": None, "interface": None, "remote_python": None, "backend": None}
+    names = ("hosts_", "devices", "launcher", "interface", "remote_python", "backend")
     what = {"target_": "t.py:T", "set_": [], "batch_size": 64, "workers": None, "precision": None, "ema": None}
-    train._end_with_memory(SimpleNamespace(**where, **what), "out of memory")
-    assert asked == [("t.py:T", [], 64, 4, {"precision": None, "ema": None}, 1)]
+    train._end_with_memory(SimpleNamespace(**dict.fromkeys(names) | where | what), "out of memory")
+    assert asked == [("t.py:T", [], 64, workers, {"precision": None, "ema": None}, share)]
 
 
 def test_other_exhausted_resources_are_no_lack_of_memory():
