@@ -56,8 +56,13 @@ def _run(part: ModuleType) -> None:
     with _lock:
         # Before the code runs: it may look for an attribute that it hasn't set yet.
         loader, mine.loader = mine.loader, None
-        if loader is not None:
+        if loader is None:
+            return
+        try:
             loader.exec_module(part)
+        except BaseException:
+            mine.loader = loader  # the next access raises the same error, not that an attribute is missing
+            raise
 
 
 class _Finder:

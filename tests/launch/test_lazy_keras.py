@@ -42,6 +42,14 @@ with ThreadPoolExecutor(2) as pool:
     first, second = pool.map(lambda module: module.wrappers.SKLearnClassifier, (keras, tf.keras))
 assert first is second and first.__module__ == "keras.src.wrappers.sklearn_wrapper"
 assert "matplotlib" not in sys.modules
+broken = "keras.src.visualization.plot_image_gallery"
+sys.modules[broken] = None
+for attempt in range(2):  # the second one said that the module has no such attribute
+    try:
+        keras.visualization.plot_image_gallery
+    except ImportError as error:
+        assert broken in str(error)
+del sys.modules[broken]
 assert "plot_image_gallery" in dir(keras.visualization)
 assert keras.src.visualization.plot_image_gallery.plt is sys.modules["matplotlib.pyplot"]
 try:
