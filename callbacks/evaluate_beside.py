@@ -27,6 +27,8 @@ FOLDER = "evaluations.tmp"
 """The folder in the run directory with the checkpoints that are to be evaluated; a store gets none of it."""
 _PLACES = ("TF_CONFIG", "TFLOOP_JOB", "TFLOOP_LAUNCHER", "TFLOOP_WORKER", "TFLOOP_LOCAL_RANK")
 """Variables that tell this process its place in a job; those of Horovod are all that begin with its name."""
+_AHEAD = 16
+"""How many evaluations the process knows of: orders without end would fill its pipe, and block the training."""
 _BETWEEN = 3.0
 """Seconds between two lines about evaluations, which may come too fast to be read."""
 
@@ -144,8 +146,8 @@ class EvaluateBeside(Callback):
         self._ordered.clear()  # a new process has no orders yet
 
     def _order(self) -> None:
-        """Orders the evaluations that the process hasn't been told of."""
-        for path in self._pending:
+        """Orders the next evaluations, those that the process hasn't been told of."""
+        for path in self._pending[:_AHEAD]:
             if self._process is not None and path not in self._ordered:
                 self._process.order(str(path))
                 self._ordered.add(path)
@@ -170,6 +172,7 @@ class EvaluateBeside(Callback):
         try:
             while self._process is not None and (answer := self._process.answer(seconds)) is not None:
                 self._take(run, answer)
+                self._order()
                 seconds = 0.0  # only the first answer is waited for
         except EOFError as error:
             tell(f"warning: checkpoints aren't evaluated any more: {error}; `tfloop evaluate` does it")

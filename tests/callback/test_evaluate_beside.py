@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -144,6 +145,20 @@ def test_a_file_that_trains_when_it_is_imported_is_refused_in_its_process(tmp_pa
         process.end()
     assert "mine.py calls fit when it is imported, and a call of fit has imported it: call fit below" in answer["error"]
     assert not Path("runs").exists()
+
+
+def test_thousands_of_missing_evaluations_fill_no_pipe():
+    """The training wrote orders and read no answer, the process answered and read no order: both waited for good."""
+    beside = callbacks.EvaluateBeside()
+    beside._pending = [Path(f"/runs/run/{FOLDER}/step-{step:08d}") for step in range(4000)]
+    beside._process = SideProcess("http.server", "--bind", "127.0.0.1", "0")  # which reads no order
+    stdin = beside._process.process.stdin
+    try:
+        os.set_blocking(stdin.fileno(), False)
+        beside._order()
+        assert select.select([], [stdin], [], 0)[1]
+    finally:
+        beside._end_process()
 
 
 def test_its_process_is_heard_by_a_training_with_many_open_files(many_open_files):
