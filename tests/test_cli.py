@@ -393,6 +393,10 @@ def test_train_evaluate_export(command, tmp_path):
     code, _, err = command("export", "run", "weights.npz")
     assert code == 2
     assert "weights.npz exists already" in err
+    newest = max((tmp_path / "runs" / "run" / "checkpoints").iterdir())
+    (newest / "tensors.npz").write_bytes(b"")
+    code, _, err = command("evaluate", "latest", "--trust")
+    assert (code, err.count("checkpoint passed over")) == (0, 1)
 
 
 @pytest.mark.parametrize(

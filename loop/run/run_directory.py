@@ -278,8 +278,8 @@ def locate(path: Path) -> Located:
 
 def task_of(
     run_dir: Path, task_target: str | None, trusted: bool = False, assignments: Sequence[str] = ()
-) -> tuple[TrainTask, Json]:
-    """The task of a run, with its hyperparameters, and the manifest of the checkpoint.
+) -> tuple[TrainTask, Json, Path]:
+    """The task of a run, with its hyperparameters, and the checkpoint with its result: the manifest, and where it is.
 
     Args:
         run_dir: a run directory, or a checkpoint.
@@ -290,7 +290,7 @@ def task_of(
     Raises:
         UsageError: there is no checkpoint; or the target isn't known.
     """
-    path, state = locate(run_dir)
+    path, state = locate_weights(run_dir)
     with of_a_run(path):
         recorded_target = state["run"].get("target")
         target = trust.known_target(run_dir, recorded_target, task_target, trusted)
@@ -303,7 +303,7 @@ def task_of(
                 fields[name] = value
         if hidden:
             tell(f"note: {', '.join(hidden)}: a run does not record secrets, so the task's default is taken")
-    return task_loader.load(target, assignments, fields, state["run"].get("changed")), state
+    return task_loader.load(target, assignments, fields, state["run"].get("changed")), state, path
 
 
 def _compare(run: Run, path: Path, state: Json) -> list[str]:

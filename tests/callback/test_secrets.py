@@ -267,7 +267,7 @@ def test_a_run_of_an_older_version_shows_no_secret_and_goes_on(quiet, tmp_path):
 def test_a_command_that_reads_a_run_says_which_fields_are_not_recorded(quiet, tmp_path, capsys, monkeypatch):
     result = fit(Connected(), epochs=1, callbacks=quiet(), run_dir=tmp_path / "run")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    task, _ = task_of(result.run_dir, "tests.connected:Connected")
+    task, *_ = task_of(result.run_dir, "tests.connected:Connected")
     assert task.db_password == "tr0ub4dor&3"
     said = (
         "note: db_password, hf_token, openaiApiKey, url: a run does not record secrets, so the task's default is taken"

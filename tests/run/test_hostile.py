@@ -455,7 +455,7 @@ def test_numbers_that_are_not_finite_are_saved_restored_and_replayed(tmp_path, q
         json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} isn't JSON"))
     assert train(1)[1].lowest == "restored"
     place, _ = replay.locate(tmp_path / "run")
-    task, _ = run_directory.task_of(place, f"{__file__}:Rates")
+    task, *_ = run_directory.task_of(place, f"{__file__}:Rates")
     assert (str(task.rate), task.bounds) == (str(rate), [-math.inf, 1.0])
     assert replay.replay(Rates(rate=rate), place).again
     assert math.isnan(task_loader.load(f"{__file__}:Rates", fields={"rate": "nan"}).rate)

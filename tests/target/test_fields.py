@@ -179,7 +179,7 @@ class Untyped(Plain):
 def test_a_default_of_any_type_comes_back_from_a_run():
     """A text came back, with which the task failed."""
     result = fit(Untyped(), epochs=1, batch_size=20, run_dir="run", callbacks=[Checkpoint()])
-    again, _ = task_of(result.run_dir, f"{__file__}:Untyped")
+    again, *_ = task_of(result.run_dir, f"{__file__}:Untyped")
     assert (again.activation(-1), again.days, again.named) == (0, {1}, {1: "a"})
     recorded = plain(hyperparameters(Untyped()))
     words = [f"{name}={typed(value)}" for name, value in recorded.items()]
@@ -254,7 +254,7 @@ def test_a_run_of_such_a_task_is_read_and_goes_on(quiet, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     task = Layered(act=Activation.TANH, place=Path("/data"), sizes=(8, 4))
     fit(task, epochs=1, callbacks=quiet(), run_dir=tmp_path / "run")
-    found, _ = task_of(tmp_path / "run", f"{__file__}:Layered")
+    found, *_ = task_of(tmp_path / "run", f"{__file__}:Layered")
     fields = hyperparameters(found)
     assert {name: fields[name] for name in ("place", "sizes")} == {"place": Path("/data"), "sizes": (8, 4)}
     assert fields["act"].name == "TANH"
@@ -284,7 +284,7 @@ def test_a_run_of_a_task_that_computes_fields_is_read_and_goes_on(quiet, tmp_pat
     assert "depth" not in about["hyperparameters"]
     assert about["changed"] == ["sizes"]
     assert mask("computed-secret-91") == HIDDEN  # it isn't a hyperparameter, and still a secret
-    found, _ = task_of(tmp_path / "run", f"{__file__}:Computing")
+    found, *_ = task_of(tmp_path / "run", f"{__file__}:Computing")
     assert found.sizes == (8, 4)
     # What an earlier version has recorded.
     assert restored(type(found), {"sizes": [8, 4], "depth": 2}) == {"sizes": (8, 4)}

@@ -99,7 +99,7 @@ def replay(
 
         devices.prepare()  # before the task is loaded: its code may use TensorFlow
         directory, _ = replay_.locate(path)
-        task, _ = run_directory.task_of(directory, task_target, trust)
+        task, *_ = run_directory.task_of(directory, task_target, trust)
         report = replay_.replay(task, directory)
     show(replay_.as_json(report), replay_.lines(report), as_json)
 

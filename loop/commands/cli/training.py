@@ -188,11 +188,11 @@ def evaluate(
         from loop.commands.evaluate import evaluate as evaluate_
         from loop.run import run_directory
 
-        (task, manifest), chosen = backends.with_task(
+        (task, manifest, checkpoint), chosen = backends.with_task(
             lambda: run_directory.task_of(path, task_target, trust), backend_name, workers
         )
         precision = manifest["run"]["options"]["precision"]
-        metrics = evaluate_(task, path, batch_size=batch_size, backend=chosen, precision=precision)
+        metrics = evaluate_(task, checkpoint, batch_size=batch_size, backend=chosen, precision=precision)
         report(0, None, metrics)
     # In a job of tfloop's, the launcher prints what the chief has reported.
     if JOB not in os.environ and chosen.is_chief:
@@ -234,11 +234,11 @@ def predict(
         from loop.commands.predict import predict as predict_
         from loop.run import run_directory
 
-        (task, manifest), chosen = backends.with_task(
+        (task, manifest, checkpoint), chosen = backends.with_task(
             lambda: run_directory.task_of(path, task_target, trust, set_), backend_name, workers, cores
         )
         precision = manifest["run"]["options"]["precision"]
-        result = predict_(task, path, data, out=out, batch_size=batch_size, backend=chosen, precision=precision)
+        result = predict_(task, checkpoint, data, out=out, batch_size=batch_size, backend=chosen, precision=precision)
         report(0, None, result)
     if JOB not in os.environ and chosen.is_chief:
         finish(0, "", result, as_json, _prediction_lines)
@@ -299,7 +299,9 @@ def export(
 
         # Weights alone are copied from the checkpoint: no code of the task is run.
         needs_model = out.suffix != ".npz"
-        task = run_directory.task_of(path, task_target, trust)[0] if needs_model else None
+        task = None
+        if needs_model:
+            task, _, path = run_directory.task_of(path, task_target, trust)
         shown = export_(task, path, out, check, progress, serving)
     tell(f"wrote {out}" + (f": {shown}" if shown else ""))
     if serving:
