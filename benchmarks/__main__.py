@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Callable, Collection
 
 from benchmarks import measure, report
 from benchmarks.environments import PEERS, set_up
@@ -20,15 +21,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     modes = parser.add_subparsers(dest="mode", required=True)
     mode = modes.add_parser("setup", help="makes the environments of the peers, all of which are optional")
-    mode.add_argument("names", nargs="*", choices=[[], *PEERS], metavar="PEER", help=f"{', '.join(PEERS)}")
+    mode.add_argument("names", nargs="*", type=one_of(PEERS), metavar="PEER", help=f"{', '.join(PEERS)}")
     mode = modes.add_parser("run", help="measures workloads, and writes docs/performance/")
-    mode.add_argument("names", nargs="*", choices=[[], *WORKLOADS], metavar="WORKLOAD", help=f"{', '.join(WORKLOADS)}")
+    mode.add_argument("names", nargs="*", type=one_of(WORKLOADS), metavar="WORKLOAD", help=f"{', '.join(WORKLOADS)}")
     add_extent(mode)
     mode = modes.add_parser("more", help="measures something else of ours, and writes docs/performance/")
-    mode.add_argument("names", nargs="*", choices=[[], *MORE], metavar="WHAT", help=f"{', '.join(MORE)}")
+    mode.add_argument("names", nargs="*", type=one_of(MORE), metavar="WHAT", help=f"{', '.join(MORE)}")
     add_extent(mode)
     mode = modes.add_parser("check", help="whether all contenders train: their losses after the same number of steps")
-    mode.add_argument("names", nargs="*", choices=[[], *WORKLOADS], metavar="WORKLOAD")
+    mode.add_argument("names", nargs="*", type=one_of(WORKLOADS), metavar="WORKLOAD")
     for each in (modes.choices["run"], mode):
         each.add_argument("--only", help="contenders whose name has one of these in it, by commas; nothing is written")
     mode = modes.add_parser("data", help="measures how many examples a second are read, beside other libraries")
@@ -46,6 +47,17 @@ def add_extent(mode: argparse.ArgumentParser) -> None:
     mode.add_argument(
         "--starts", type=at_least_one, default=1, help="how often all rounds are made, with new processes; 1"
     )
+
+
+def one_of(names: Collection[str]) -> Callable[[str], str]:
+    """The type of an argument that is one of these names; `choices` would have to have the empty list, too."""
+
+    def name(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r}: give {', '.join(names)}")
+        return text
+
+    return name
 
 
 def at_least_one(text: str) -> int:

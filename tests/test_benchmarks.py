@@ -1,10 +1,13 @@
 """The benchmark suite, without measuring anything: statistics, merging, what is written, and who is named where."""
 
+import argparse
 import json
 import re
 
+import pytest
 import tensorflow as tf
 
+from benchmarks import __main__ as benchmarks_
 from benchmarks import measure, more, operations, report
 from benchmarks.contenders import CONTENDERS
 from benchmarks.environments import PEERS
@@ -33,6 +36,11 @@ def test_whoever_is_named_exists():
     for contender in CONTENDERS.values():
         assert (ROOT / "benchmarks" / "contenders" / f"{contender.module}.py").exists()
         assert contender.peer in ("", *PEERS)
+
+
+def test_a_name_that_is_none_is_told_with_those_there_are():
+    with pytest.raises(argparse.ArgumentTypeError, match="'WRONG': give callbacks, metrics, first-step"):
+        benchmarks_.one_of(more.MORE)("WRONG")
 
 
 def test_a_ratio_is_taken_within_a_round():

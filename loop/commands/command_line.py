@@ -31,6 +31,9 @@ _OF_PARSER = {
     r"^Option '(.*)' does not take a value\.$": r"\1 takes no value: give it alone, or leave it out",
     r"^Missing argument '(.*)'\.$": r"\1 is missing: --help says what to give",
     r"^Got unexpected extra argument\(s\) \((.*)\)$": r"\1: the command takes no more arguments: leave it out",
+    r"^Option '(.*)' requires an argument\.$": r"\1 is without its value: give one after it",
+    r"(?<=: )should be a valid integer.*$": "give a whole number",
+    r"(?<=: )should be a valid number.*$": "give a number",
 }
 """What the parser of the command line says, and what tfloop says instead."""
 _PAUSE = 1.0
