@@ -403,12 +403,35 @@ def test_names_of_other_objects_hide_no_runs(store, url):
     with copies.mirrored(url) as directory:
         write(directory, 1)
     folder = url.rpartition("/")[0]
-    for name in ("other//object", "other/../object"):
+    bad = "an object there has a name that is no path .*: remove it from the store"
+
+    def put(name):
         place = f"{store.endpoint}/{folder.removeprefix('s3://')}/{name}"
         urlopen(Request(place, data=b"x", method="PUT", headers=s3.signed())).close()
-        with pytest.raises(StoreError, match="invalid path"):
+
+    for name in ("other//object", "other/../object"):
+        put(name)
+        with pytest.raises(StoreError, match=bad):
             Bucket(folder).keys("")
     assert copies.runs_below(folder) == ["run"]
+    put("../object")  # a folder of such a name can't be passed over
+    with pytest.raises(StoreError, match=bad):
+        copies.runs_below(folder)
+
+
+@pytest.mark.parametrize(
+    ("folder", "metadata", "variables"),
+    [
+        ("s3://bucket/runs", "AWS_METADATA_ENDPOINT", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+        ("az://bucket/runs", "", "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"),
+    ],
+)
+def test_a_store_without_credentials_is_told_with_the_variables(folder, metadata, variables, command, monkeypatch):
+    for name in s3.ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(metadata or "UNUSED", "http://127.0.0.1:9")  # there is no machine of a cloud to ask
+    code, _, err = command("runs", "--root", folder)
+    assert (code, err) == (1, f"tfloop: error: {folder}: no credentials were found: set {variables}\n")
 
 
 def test_of_an_object_that_is_too_long_the_rest_is_not_brought(tmp_path):

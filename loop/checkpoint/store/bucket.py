@@ -30,6 +30,15 @@ _REFUSED = re.compile(r"status code: 4(?!08|09|25|29)\d\d")
 
 It may help after 408 (timeout), 409 (conflict), 425 (too early) and 429 (too many requests).
 """
+_NO_CREDENTIALS = re.compile(r"/latest/api/token|/computeMetadata/|/metadata/identity/|Account must be|Missing Secret")
+"""In an error of the library: it has found no credentials, and asked the cloud's machine in vain, or it lacks one."""
+_CREDENTIALS = {
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+"""The variables with the credentials, by the scheme of the URL; all others are Amazon's."""
+_BAD_KEY = re.compile(r'invalid path: .*?"([^"]*)"')
+"""In an error of the library: the store has an object whose name is no path, such as with `..`, and lists nothing."""
 _PAUSE = 3.0
 """Seconds between two tries, while the store doesn't answer."""
 _TRIES = 5
@@ -142,10 +151,8 @@ class Bucket:
             is_of_library = type(error).__module__.split(".")[0] == "obstore"
             if not is_of_library and not isinstance(error, OSError | ValueError):
                 raise
-            text = f"{self.url}: {mask(_first_line(str(error))):.300}"
-            if _REFUSED.search(str(error)):
-                raise RefusedError(f"{text}: check the credentials, the bucket's name and its region") from None
-            raise StoreError(text) from None
+            kind = RefusedError if _REFUSED.search(str(error)) else StoreError
+            raise kind(f"{self.url}: {_explained(self.url, str(error), kind is RefusedError)}") from None
 
     def create(self, key: str, content: bytes) -> bool:
         """Makes an object, unless there is one of that name; returns whether it was made, by this call."""
@@ -305,6 +312,17 @@ class Bucket:
         for key in keys:
             with contextlib.suppress(MissingError), self._errors(key):
                 self._obstore.delete(self._store, key)
+
+
+def _explained(url: str, text: str, refused: bool) -> str:
+    """An error of the library in a line, with the fix if it is known."""
+    if _NO_CREDENTIALS.search(text):
+        variables = _CREDENTIALS.get(urlsplit(url).scheme, "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+        return f"no credentials were found: set {variables}"
+    if bad := _BAD_KEY.search(text):
+        return f"an object there has a name that is no path ({bad[1]!r}): remove it from the store"
+    line = f"{mask(_first_line(text)):.300}"
+    return f"{line}: check the credentials, the bucket's name and its region" if refused else line
 
 
 def _first_line(text: str) -> str:
