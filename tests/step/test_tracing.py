@@ -2,6 +2,7 @@
 
 import sys
 import tempfile
+import threading
 
 import tensorflow as tf
 
@@ -23,3 +24,35 @@ def test_what_autograph_has_written_is_removed_when_the_process_ends(tmp_path, m
     assert [path.name for path in (tmp_path / "__pycache__").iterdir()]
     signals.remove_generated_code()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_trace_leaves_the_gradients_to_another_one_that_is_under_way():
+    began, registered, ended = (threading.Event() for _ in range(3))
+
+    @tf.custom_gradient
+    def tripled(x):
+        return 2 * x, lambda gradient: 3 * gradient
+
+    def other():
+        began.set()
+        registered.wait()
+        return tf.constant(0.0)
+
+    def step():
+        x = tf.constant(1.0)
+        y = tripled(x)
+        registered.set()
+        ended.wait()
+        return tf.gradients(y, x)[0]
+
+    def trace_other():
+        tracing.compiled(other)()
+        ended.set()
+
+    before = set(tracing.ops.gradient_registry._registry)
+    thread = threading.Thread(target=trace_other)
+    thread.start()
+    began.wait()
+    assert tracing.compiled(step)() == 3.0
+    thread.join()
+    assert set(tracing.ops.gradient_registry._registry) == before
