@@ -186,6 +186,7 @@ BEFORE_TENSORFLOW = [
     (["runs", "show"], "RUN is missing: --help says what to give"),
     (["train", "digits", "--threads", "two"], "--threads two: give a whole number"),
     (["train", "digits", "--clip-norm", "much"], "--clip-norm much: give a number"),
+    (["ui", "--port", "70000"], "--port 70000: give a number <= 65535"),
     (["train", "digits", "--set"], "--set is without its value: give one after it"),
     (["doctor", "more"], "more: the command takes no more arguments: leave it out"),
     (["train", "nowhere.py:Task"], "there is no file nowhere.py"),

@@ -34,6 +34,8 @@ _OF_PARSER = {
     r"^Option '(.*)' requires an argument\.$": r"\1 is without its value: give one after it",
     r"(?<=: )should be a valid integer.*$": "give a whole number",
     r"(?<=: )should be a valid number.*$": "give a number",
+    r"(?<=: )should be greater than or equal to (\S+)$": r"give a number >= \1",
+    r"(?<=: )should be less than or equal to (\S+)$": r"give a number <= \1",
 }
 """What the parser of the command line says, and what tfloop says instead."""
 _PAUSE = 1.0

@@ -755,4 +755,4 @@ def test_a_file_in_place_of_the_run_directory_is_named_as_such(tmp_path, below):
 def test_a_link_that_leads_to_itself_is_no_run_directory(tmp_path):
     (tmp_path / "link").symlink_to("link")
     with pytest.raises(UsageError, match=r"the run directory .*link: links there lead in a circle: give another one"):
-        prepare(tmp_path / "link")
+        fit(tiny(), run_dir=tmp_path / "link", callbacks=standard(mlflow=None, progress=None))

@@ -145,7 +145,7 @@ def directory_of(url: str, kind: str, home: Path | None = None) -> Path:
 
 def url_of(directory: Path) -> str | None:
     """The URL to which a run directory belongs, if it is the spool of one; a later attempt knows it by that."""
-    real = launch_path(directory).resolve()
+    real = Path(os.path.realpath(launch_path(directory)))  # not `resolve`, which refuses links that lead in a circle
     url = read_json(real.parent / ABOUT).get("url")
     # Only if it is the place of that URL on this machine: a foreign directory could name any store to be contacted.
     return url if isinstance(url, str) and directory_of(url, SPOOLS) == real else None
