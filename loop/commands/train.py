@@ -165,7 +165,8 @@ def _check(typed: SimpleNamespace) -> None:
         if not 0 < typed.start_timeout < float("inf"):
             raise UsageError(f"--start-timeout {typed.start_timeout}: give a number of seconds > 0")
         os.environ[START_TIMEOUT] = str(typed.start_timeout)  # workers inherit it
-    if isinstance(typed.run_dir, Path) and typed.run_dir.exists() and not typed.run_dir.is_dir():
+    # `Path.exists` raises if a directory above can't be read. What prepares the run directory says so, with the fix.
+    if isinstance(typed.run_dir, Path) and os.path.exists(typed.run_dir) and not typed.run_dir.is_dir():  # noqa: PTH110
         raise UsageError(f"--run-dir {typed.run_dir}: it is a file: give a directory")
     start_timeout()  # for its check of the variable, which may have been set from outside
     if typed.resume not in (None, "auto", "never"):

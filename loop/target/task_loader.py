@@ -69,6 +69,8 @@ def _check_file(path: Path, target: str) -> None:
     """Refuses a file that isn't there, or in which TensorFlow can't trace a function."""
     if not path.is_file():
         raise UsageError(f"TARGET {target!r}: there is no file {printable(str(path))}{near_file(path)}")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"TARGET {target!r}: {printable(str(path))} can't be read: make it readable")
     try:
         str(path.resolve()).encode()
     except UnicodeEncodeError:

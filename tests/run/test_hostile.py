@@ -629,6 +629,13 @@ def test_what_is_another_users(run, tmp_path):
     ]  # fmt: skip
 
 
+def test_a_task_file_that_only_another_user_can_read(tmp_path):
+    file = tmp_path / "task.py"
+    file.touch(0o600)
+    said = as_another_user(tmp_path, lambda: task_loader.check(f"{file}:Mine"))
+    assert said == ["tfloop: error: TARGET 'task.py can't be read: make it readable", "2"]
+
+
 def test_an_old_checkpoint_that_is_write_protected_ends_no_run(run, tmp_path):
     directory = run / "checkpoints"
     old, new = checkpoint_files.complete(directory)
