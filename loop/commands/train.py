@@ -22,6 +22,7 @@ from loop.commands import command_line, dry_run, memory_advice, runs, terminal, 
 from loop.commands.train_place import Place, read_place
 from loop.errors import FAILED, OUT_OF_MEMORY, PREEMPTED, OutOfMemoryError, UsageError
 from loop.launch import host_slots, hosts, job, ray_cluster, signals, ssh, stderr
+from loop.launch.backend_choice import starts_workers
 from loop.launch.elastic_job import run_elastic_job
 from loop.launch.environment import JOB, LAUNCHER, START_TIMEOUT, job_rank, job_size, start_timeout
 from loop.launch.fixed_job import MOST_RESTARTS, run_job
@@ -114,7 +115,7 @@ def _needs_launch(place: Place) -> bool:
     """Whether this process starts the workers, instead of being one."""
     if place.ray is not None:
         return JOB not in os.environ
-    return place.backend in ("horovod", "multiworker", "parameter_server") and job_size() is None
+    return starts_workers(place.backend)
 
 
 def _warm(tracker: callbacks.MLflowTracker | None, beginning: contextlib.ExitStack) -> None:
@@ -129,7 +130,7 @@ def _tell_how_to_go_on(typed: SimpleNamespace, arguments: Sequence[str], fields:
     command = ["tfloop", *arguments]
     directory = Path(fields["run_dir"])
     # With a run directory, the run resumes by itself: `--resume` was for the first start.
-    for index in reversed(range(len(command))):  # from the end: deleting moves the words behind
+    for index in reversed(range(len(command))):  # from the end: deleting moves the words after it
         if command[index].partition("=")[0] == "--resume":
             words = 1 if "=" in command[index] else 2  # `--resume=auto`, or `--resume auto`
             del command[index : index + words]

@@ -133,6 +133,11 @@ def choose_for_command(backend: str, workers: int | None, asynchronous: bool = F
     return chosen
 
 
+def starts_workers(backend: str) -> bool:
+    """Whether this process starts the workers of this backend, instead of being one."""
+    return backend in ("horovod", "multiworker", "parameter_server") and job_size() is None
+
+
 def _report_choice(chosen: str, why: str, workers: int) -> None:
     """Prints the choice of a backend, unless it is the one that a user expects."""
     if workers > 1 or chosen not in BACKENDS:

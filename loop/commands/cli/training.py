@@ -22,11 +22,12 @@ from loop.commands.cli import help as help_
 from loop.commands.cli import options as typed
 from loop.commands.cli.output import finish, shown_stages, stopped_clean
 from loop.commands.cli.signature import takes
+from loop.commands.cli.train_arguments import TrainArguments
 from loop.commands.prediction_output import check_data, check_out, shown_parts, threads_for
 from loop.errors import PREEMPTED, UsageError
 from loop.launch import explain, stderr
-from loop.launch.backend_choice import choose_for_command
-from loop.launch.environment import JOB, job_size
+from loop.launch.backend_choice import choose_for_command, starts_workers
+from loop.launch.environment import JOB
 from loop.launch.fixed_job import run_job
 from loop.launch.worker import reporting
 from loop.options import with_defaults
@@ -52,75 +53,6 @@ class Configurable(help_.Command):
         paths = list(map(Path, given.get("config_") or ()))
         from_files = config.arguments(paths, train_options(), names)
         return super().parse_args(context, [*from_files, *args])
-
-
-class TrainArguments(types.SimpleNamespace):
-    """What is typed for `tfloop train`. The help has the options of each theme in this order."""
-
-    target_: typed.Target
-    epochs: typed.Epochs = None
-    steps: typed.Steps = None
-    batch_size: typed.BatchSize = None
-    backend: typed.Backend = None
-    workers: typed.Workers = None
-    ps: typed.Ps = None
-    min_shard_bytes: typed.MinShardBytes = None
-    partition: typed.Partition = None
-    communication: typed.Communication = "auto"
-    hosts_: typed.Hosts = None
-    launcher: typed.Launcher = None
-    address: typed.Address = None
-    cpus_per_worker: typed.CpusPerWorker = None
-    placement: typed.Placement = None
-    interface: typed.Interface = None
-    remote_python: typed.RemotePython = None
-    devices: typed.Devices = None
-    devices_per_replica: typed.DevicesPerReplica = None
-    tpu: typed.Tpu = None
-    elastic_: typed.Elastic = None
-    discovery: typed.Discovery = None
-    set_: typed.Set = typed.UNTYPED
-    run_dir: typed.TrainRunDir = None
-    resume: typed.Resume = None
-    seed: typed.Seed = None
-    shuffle: typed.Shuffle = None
-    drop_remainder: typed.DropRemainder = None
-    precision: typed.Precision = None
-    accumulate: typed.Accumulate = None
-    compression: typed.Compression = None
-    groups: typed.Groups = None
-    reduction: typed.Reduction = None
-    local_steps: typed.LocalSteps = None
-    clip_norm: typed.ClipNorm = None
-    clip_value: typed.ClipValue = None
-    on_nonfinite: typed.OnNonfinite = None
-    accept_changes: typed.AcceptChanges = None
-    stall_timeout: typed.StallTimeout = None
-    profile: typed.Profile = None
-    sync_batch_norm: typed.SyncBatchNorm = None
-    shard_optimizer: typed.ShardOptimizer = None
-    ema: typed.Ema = None
-    remat: typed.Remat = None
-    compile_: typed.Compile = None
-    steps_per_call: typed.StepsPerCall = None
-    prefetch: typed.Prefetch = None
-    threads: typed.Threads = None
-    eval_every: typed.EvalEvery = None
-    eval_beside: typed.EvalBeside = None
-    checkpoint_every: typed.CheckpointEvery = None
-    track: typed.Track = None
-    track_wait: typed.TrackWait = None
-    tag: typed.Tag = typed.UNTYPED
-    log_model: typed.LogModel = False
-    register: typed.Register = None
-    start_timeout: typed.StartTimeout = None
-    overfit: typed.Overfit = None
-    keep: typed.Keep = None
-    dry_run_: typed.DryRun = False
-    debug: typed.Debug = False
-    config_: typed.Config = typed.UNTYPED
-    as_json: typed.AsJson = False
-    callback: typed.Callback = typed.UNTYPED
 
 
 @takes(TrainArguments)
@@ -177,7 +109,7 @@ def evaluate(
     with_defaults(None, {"batch_size": batch_size, "backend": backend})  # for its checks
     path = _checkpointed(run, task_target)
     backend_name = choose_for_command(backend or "auto", workers)
-    if backend_name in ("horovod", "multiworker") and job_size() is None:
+    if starts_workers(backend_name):
         # Its workers come here again, with the same arguments, and go on below. `finish` doesn't return.
         ended = run_job(backend_name, workers or 1, sys.argv[1:])[:3]
         if ended[0] == PREEMPTED:
@@ -220,7 +152,7 @@ def predict(
     check_data(data)
     cores = threads_for(out, threads)
     backend_name = choose_for_command(backend or "auto", workers)
-    if backend_name in ("horovod", "multiworker") and job_size() is None:
+    if starts_workers(backend_name):
         # As in `evaluate`. The launcher draws the bar, by the parts that its workers have written.
         with shown_parts(out):
             ended = run_job(backend_name, workers or 1, sys.argv[1:])[:3]
