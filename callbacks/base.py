@@ -35,7 +35,6 @@ Metrics = Mapping[str, float]
 Every = int | str | tuple[int, ...]
 
 
-# A protocol, since callbacks import nothing of `loop/`, where the class is.
 class SettingsError(ValueError):
     """Settings of a run contradict those of a callback. Hooks raise it, and `fit` ends in a `loop.UsageError`.
 
@@ -43,6 +42,7 @@ class SettingsError(ValueError):
     """
 
 
+# A protocol, since callbacks import nothing of `loop/`, where the class is.
 class Run(Protocol):
     """The run as callbacks see it; every hook receives it. `loop.run.callback_view.CallbackView` is the real one.
 
