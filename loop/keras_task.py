@@ -206,9 +206,8 @@ class KerasTask(TrainTask):
             losses = self._losses.of(labels, predictions, weights)
             self.loss_reduction = "sum" if all(loss.summed for loss in losses) else "mean"
             self._built_metrics |= keras_compile.reported_metrics(losses)
-        if compiled.metrics or compiled.weighted_metrics:
+        if compiled.metrics or compiled.weighted_metrics:  # `try_metrics` checks them, as those of any task
             self._compiled_metrics = Metrics(compiled.metrics, compiled.weighted_metrics, names, labels, predictions)
-            self._compiled_metrics.check(labels, predictions, weights)
             self._built_metrics |= self._compiled_metrics.by_name()
 
     def compute(self, model: Model, batch: Batch, training: bool) -> Values:

@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics
 
-from loop.errors import UsageError
 from loop.step.keras_compile import Compiled, Tensors
-from loop.step.values import in_dtype, rows_of
+from loop.step.values import in_dtype
 
 
 class _OutputMetric(NamedTuple):
@@ -95,46 +93,6 @@ class Metrics:
                 converted.append(_in_dtype(tensor, metric.dtype))
             arguments[name] = tuple(converted)
         return arguments
-
-    def check(self, labels: Tensors, predictions: Tensors, weights: Tensors) -> None:
-        """Refuses a metric whose state for several examples isn't the sum of its states for each of them.
-
-        Raises:
-            UsageError: such a metric; for example a function that returns a mean, which depends on how examples are
-                shared among replicas.
-        """
-        rows = int(tf.shape(keras.tree.flatten(predictions)[0])[0])
-        if rows < 2:
-            return
-
-        def states(metric: keras.metrics.Metric, name: str, part: slice) -> list[np.ndarray]:
-            """The states of the metric after it has been updated with some of the rows."""
-            arguments = self.arguments(_rows(labels, part), _rows(predictions, part), _rows(weights, part))[name]
-            start = [np.zeros(variable.shape, variable.dtype) for variable in metric.variables]
-            return [np.asarray(state, "float64") for state in metric.stateless_update_state(start, *arguments)]
-
-        # The two parts stand for the rows of two replicas, whose states are added up.
-        for name, metric in self.by_name().items():
-            metric.update_state(*self.arguments(labels, predictions, weights)[name])  # makes its variables
-            metric.reset_state()
-            of_all = states(metric, name, slice(rows))
-            of_first = states(metric, name, slice(1))
-            of_rest = states(metric, name, slice(1, rows))
-            is_sum = True
-            for whole, first, rest in zip(of_all, of_first, of_rest, strict=True):
-                # With room for rounding: states are float32 within.
-                is_sum &= np.allclose(whole, first + rest, rtol=1e-4, atol=1e-5, equal_nan=True)
-            if not is_sum:
-                raise UsageError(
-                    f"the metric {name!r} of several examples isn't made of those of each example: a function must "
-                    "return one value per example, never a mean, such as keras.ops.mean(..., axis=-1) instead of "
-                    "keras.ops.mean(...); the state of a metric must be a sum over examples"
-                )
-
-
-def _rows(tensors: Tensors, part: slice) -> Tensors:
-    """Some rows of each tensor, with their masks."""
-    return None if tensors is None else keras.tree.map_structure(lambda tensor: rows_of(tensor, part), tensors)
 
 
 def _without_names(metrics: Compiled, outputs: set[str]) -> tuple[Compiled, list[str]]:

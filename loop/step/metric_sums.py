@@ -31,9 +31,9 @@ class MetricSums:
         metrics: Keras metrics by the name of the value that each is updated with.
     """
 
-    def __init__(self, names: Sequence[str], metrics: Mapping[str, keras.metrics.Metric] | None = None) -> None:
+    def __init__(self, names: Sequence[str], metrics: Mapping[str, keras.metrics.Metric]) -> None:
         # Only the metrics of this `compute`: another `minimize` of the step may return other values.
-        self.metrics = {name: metric for name, metric in (metrics or {}).items() if name in names}
+        self.metrics = {name: metric for name, metric in metrics.items() if name in names}
         self.names = [name for name in names if name not in self.metrics]
         self._expected = list(names)
 
@@ -224,7 +224,7 @@ def try_metrics(metrics: Mapping[str, keras.metrics.Metric], values: Mapping[str
                 )
         if name in values and not _is_sum_over_rows(metric, *_arguments(metric, values, name)):
             raise UsageError(
-                f"build_metrics(): {name!r} of several examples isn't made of those of each example, so that it would "
+                f"the metric {name!r} of several examples isn't made of those of each example, so that it would "
                 "depend on the number of replicas: a function in it must return one value per example, never a mean, "
                 "such as keras.ops.mean(..., axis=-1) instead of keras.ops.mean(...), whose labels and predictions "
                 "have the shape [n, 1] instead of [n]; a state must be a sum over examples"
