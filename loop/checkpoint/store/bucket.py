@@ -156,13 +156,8 @@ class Bucket:
 
     def create(self, key: str, content: bytes) -> bool:
         """Makes an object, unless there is one of that name; returns whether it was made, by this call."""
-        with self._errors(key):
-            try:
-                self._obstore.put(self._store, key, content, mode="create", use_multipart=False)
-            except (self._obstore.exceptions.AlreadyExistsError, self._obstore.exceptions.PreconditionError):
-                # The store may have made it, and its answer was lost: the content says whose it is.
-                return self.get(key) == content
-        return True
+        # The store may have made it, and its answer was lost: the content says whose it is.
+        return self._created(key, content) or self.get(key) == content
 
     def creates_once(self, key: str, content: bytes) -> bool:
         """Whether the store refuses to create an object that is there.
@@ -171,12 +166,16 @@ class Bucket:
             key: of that object.
             content: what it has: nothing changes in a store that creates it again.
         """
+        return not self._created(key, content)
+
+    def _created(self, key: str, content: bytes) -> bool:
+        """Whether the store says that it has created an object, and not that there is one of that name."""
         with self._errors(key):
             try:
                 self._obstore.put(self._store, key, content, mode="create", use_multipart=False)
             except (self._obstore.exceptions.AlreadyExistsError, self._obstore.exceptions.PreconditionError):
-                return True
-        return False
+                return False
+        return True
 
     def put(self, key: str, content: bytes) -> Digest:
         """Puts an object, and confirms it."""

@@ -19,7 +19,7 @@ from callbacks.types import JsonObject
 from loop.checkpoint import lock
 from loop.checkpoint.store import address
 from loop.checkpoint.store.bucket import Bucket, DamagedError, MissingError, Patience, StoreError
-from loop.checkpoint.store.lease import TTL, Lease, State, believed, positions
+from loop.checkpoint.store.lease import TTL, Lease, State, believed, object_keys, positions
 from loop.checkpoint.store.mirror import Mirror, wait_at_end
 from loop.errors import UsageError
 
@@ -371,7 +371,7 @@ def leftovers(url: str) -> list[str]:
     """
     bucket = Bucket(url)
     state = believed(bucket)
-    named = {state.key, *state.object_keys()} if state else set()
+    named = {state.key, *object_keys(state.files, state.journal)} if state else set()
     return sorted(set(bucket.keys("")) - named)
 
 

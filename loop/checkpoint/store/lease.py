@@ -66,10 +66,6 @@ class State:
         counter, number = self.position
         return f"{_FOLDER}/{counter:08d}/{number:08d}.json"
 
-    def object_keys(self) -> set[str]:
-        """The names of the objects that it says are the run's."""
-        return {about["key"] for about in [*self.files.values(), *self.journal]}
-
     @property
     def nonces(self) -> set[str]:
         """Those of the owner that wrote it, and of the one that last changed what the run is."""
@@ -82,7 +78,7 @@ class State:
 
 
 def positions(bucket: Bucket, run: str = "") -> list[Position]:
-    """Where there are states, the one that counts last; of the bucket's own run, or of one below its URL."""
+    """The positions of all states, the newest last; of the bucket's own run, or of one below its URL."""
     all_positions = []
     below = f"{run}/" if run else ""
     for key in bucket.keys(f"{below}{_FOLDER}"):
@@ -323,6 +319,11 @@ class Lease:
             except StoreError:
                 who = " by another process"
         raise LeaseLostError(f"{self._bucket.url} was taken over{who}: this process writes no more")
+
+
+def object_keys(files: JsonObject, journal: list[JsonObject]) -> set[str]:
+    """The names of all objects of a state."""
+    return {about["key"] for about in [*files.values(), *journal]}
 
 
 def _content(files: JsonObject, journal: list[JsonObject]) -> list[tuple[str, str]]:

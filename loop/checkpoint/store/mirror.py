@@ -23,7 +23,7 @@ from loop.checkpoint.background import lower_priority
 from loop.checkpoint.lock import NAME as LOCK
 from loop.checkpoint.store.address import ABOUT
 from loop.checkpoint.store.bucket import Bucket, Digest, StoreError, digest_of_file
-from loop.checkpoint.store.lease import Lease, LeaseLostError
+from loop.checkpoint.store.lease import Lease, LeaseLostError, object_keys
 
 WAIT = "TFLOOP_STORE_WAIT"
 """Environment variable: for how many seconds the end of a run may wait for the store; 60."""
@@ -138,16 +138,12 @@ class Mirror:
         self._believed = (dict(self._files), list(self._journal))
 
         # Removed only now: until the new state was written, the old one named these objects.
-        kept = _keys(self._files, self._journal)
-        unnamed = []
-        for about in [*files.values(), *journal]:
-            if about["key"] not in kept:
-                unnamed.append(about["key"])
-        self._bucket.delete(unnamed)
+        unnamed = object_keys(files, journal) - object_keys(self._files, self._journal)
+        self._bucket.delete(sorted(unnamed))
 
     def _forget_lost(self) -> None:
         """Forgets what others have removed from the store, as a rule of the bucket may: it is delivered again."""
-        lost = _keys(self._files, self._journal) - set(self._bucket.keys("data"))
+        lost = object_keys(self._files, self._journal) - set(self._bucket.keys("data"))
         # All files of a checkpoint are delivered again: its manifest stands for the rest.
         folders = {name.rpartition("/")[0] for name, about in self._files.items() if about["key"] in lost}
         for name in list(self._files):
@@ -264,7 +260,7 @@ class Mirror:
 
     def sweep(self) -> None:
         """Removes the objects that no state has, of uploads that were cut off: of this owner, and of earlier ones."""
-        kept = _keys(self._files, self._journal)
+        kept = object_keys(self._files, self._journal)
         leftovers = []
         for key in self._bucket.keys("data"):
             counter = key.split("/")[1]
@@ -273,8 +269,8 @@ class Mirror:
         self._lease.check()
         self._bucket.delete(leftovers)
 
-    def close(self) -> bool:
-        """Delivers the rest, as far as the store takes it in time; returns whether it took all."""
+    def close(self) -> None:
+        """Delivers the rest, as far as the store takes it in time."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -284,7 +280,7 @@ class Mirror:
             while self.lost is None:
                 if self._try(last=True):
                     tell(f"delivered to {self._bucket.url}")
-                    return True
+                    return
                 if time.monotonic() >= deadline or self.lost is not None:
                     break
                 time.sleep(min(_PAUSE, max(0.0, deadline - time.monotonic())))
@@ -292,7 +288,6 @@ class Mirror:
             # Its lease is still there: only the store can end it. Without this note, the next start waits for a sign.
             with contextlib.suppress(OSError):
                 self.note(delivered=False, ended=True)
-            return False
         finally:
             _active.pop(self._directory, None)
 
@@ -349,11 +344,6 @@ def _sent(lease: Lease, send: Callable[P, Digest], *arguments: P.args, **more: P
             with contextlib.suppress(StoreError):  # of an outage, `send` will tell
                 lease.renew()
         return sent.result()
-
-
-def _keys(files: JsonObject, journal: list[JsonObject]) -> set[str]:
-    """The names of all objects of a state."""
-    return {about["key"] for about in [*files.values(), *journal]}
 
 
 def others(directory: Path) -> Iterator[Path]:
