@@ -7,7 +7,6 @@ each step, on a whole global batch, with the weights that it finds, while other 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import itertools
 import json
 import logging
@@ -23,10 +22,17 @@ import tensorflow as tf
 
 from loop.backends.base import Gradient, PerReplica, Source, Sources, Variable, int64_tensors
 from loop.backends.devices import local_rank, use_gpus
-from loop.backends.strategy import StrategyBackend, answers, connect_directly, listeners
+from loop.backends.strategy import (
+    StrategyBackend,
+    answers,
+    connect_directly,
+    in_time,
+    listeners,
+    undo_sigterm_handler,
+)
 from loop.errors import UsageError
-from loop.launch import signals, stderr
-from loop.launch.environment import start_timeout, tf_cluster
+from loop.launch import signals
+from loop.launch.environment import tf_cluster
 from loop.launch.worker import await_peers, mark_state
 from loop.model.variables import as_tf
 from loop.options import read_partition
@@ -73,17 +79,13 @@ class ParameterServer(StrategyBackend):
         await_peers(listeners(peers))
         # The coordinator handles the loss of a worker itself, but logs hundreds of lines about it.
         logging.getLogger("tensorflow").setLevel(logging.CRITICAL)
-        # If a process is lost now, TensorFlow waits for minutes and holds the interpreter: only this ends the process.
-        faulthandler.dump_traceback_later(start_timeout(), exit=True, file=stderr.descriptor())
-        self.strategy = tf.distribute.ParameterServerStrategy(
-            tf.distribute.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc"), partitioner
-        )
-        _update_shards(self.strategy.extended)
-        self._coordinator = _Coordinator(self.strategy)
-        faulthandler.cancel_dump_traceback_later()
-        with contextlib.suppress(ValueError):  # not the main thread
-            # Undoes TensorFlow's own native handler of SIGTERM.
-            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        with in_time():  # a peer may be lost now
+            self.strategy = tf.distribute.ParameterServerStrategy(
+                tf.distribute.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc"), partitioner
+            )
+            _update_shards(self.strategy.extended)
+            self._coordinator = _Coordinator(self.strategy)
+        undo_sigterm_handler()
 
     def check(self, variables: Sequence[Variable], data: Sources, options: Mapping[str, object]) -> None:
         parts = sum(len(shards(variable)) for variable in as_tf(variables))

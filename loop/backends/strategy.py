@@ -229,9 +229,7 @@ class MultiWorker(StrategyBackend):
                 "    from loop import backends\n"
                 '    backend = backends.create("multiworker")'
             ) from None
-        with contextlib.suppress(ValueError):  # not the main thread
-            # Undoes TensorFlow's own native handler of SIGTERM.
-            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        undo_sigterm_handler()
         cluster = self.strategy.cluster_resolver.cluster_spec().as_dict()
         chiefs = len(cluster.get("chief", []))
         # Chiefs have the first ranks, as in `_meet`.
@@ -303,6 +301,12 @@ def in_time() -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def undo_sigterm_handler() -> None:
+    """Gives SIGTERM back the handler that Python knows, in place of TensorFlow's own native one."""
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 def _meet() -> None:
