@@ -121,13 +121,12 @@ class _Look(Callback):
 
 def _outputs(run: Run, example: Batch) -> list[Tensors]:
     """The model's outputs for a few examples; [] if `compute` calls only parts of it."""
-    from loop.data import count
     from loop.model.precision import keras_precision
     from loop.step.replica import probing
     from loop.task import ModelCalls
 
     calls = ModelCalls(run.model)
-    probe = probing(int(count(example)))
+    probe = probing(example)
     # Only the shapes are wanted: a mistake of `compute` itself comes again in the first step, with its own message.
     with contextlib.suppress(Exception), calls, run.backend.scope(), keras_precision(run.options["precision"]), probe:
         run.task.compute(run.model, example, training=False)

@@ -65,11 +65,14 @@ class StreamSource:
         again: the argument.
         steps_per_epoch: None: not known before the stream has been read.
         endless: whether the stream is known to have no end.
+        uniform: whether all batches have one shape, except a short last one.
+        leaves_out: False: all examples are used.
         layout: how the stream is split over workers, if a position means something else with another split; else None.
     """
 
     steps_per_epoch: int | None = None
     layout: list[str | int] | None = None
+    leaves_out = False
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class StreamSource:
         self.dataset = dataset
         self.options = options
         self.endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
+        self.uniform = all(spec.shape.is_fully_defined() for spec in tf.nest.flatten(dataset.element_spec))
         self._first = first
         self._replicas = replicas
         self._batch_size = options.batch_size * workers

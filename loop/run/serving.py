@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.checkpoint.writer import arrays
-from loop.data import Source, count
+from loop.data import Source
 from loop.errors import UsageError, message_of
 from loop.model.variables import carried_variables, model_variables
 from loop.run.state import AVERAGES, assign_model, averaged, named_variables
@@ -91,7 +91,7 @@ def call_of(task: TrainTask, model: Model, batch: Batch) -> Arguments:
     """The arguments with which `compute` calls the model first, on a batch that is evaluated."""
     # What the call changes in the model, such as a counter of seeds, is put back.
     state = [*model_variables(model), *carried_variables(model)]
-    with ModelCalls(model) as calls, probing(int(count(batch))), put_back(state):
+    with ModelCalls(model) as calls, probing(batch), put_back(state):
         task.compute(model, batch, training=False)
     if not calls.arguments:
         raise UsageError(

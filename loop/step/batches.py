@@ -19,6 +19,8 @@ More: TypeAlias = Callable[[tf.Tensor, State], tf.Tensor]
 """Takes the step within the epoch and the state; returns whether there is another step: bool []."""
 Step: TypeAlias = Callable[[tf.Tensor, ReadBatch, State], State]
 """Makes a step: takes the step within the epoch, what was read for it and the state, and returns the new state."""
+Body: TypeAlias = Callable[[tf.Tensor, Following, State], tuple[tf.Tensor, Following, State]]
+"""An iteration of the loop: from the next step, what was read ahead for it and the state, to the same after it."""
 
 
 class Batches:
@@ -78,9 +80,18 @@ class Batches:
             The step after the last one, what was read ahead for it, and the state.
         """
         if isinstance(self._source, IndexedSource):
-            return self._each_from_host(self._source, more, make, step, following, state)
-        if isinstance(self._source, PaddedArraySource):
-            return self._each_looked_up(self._source, more, make, step, following, state)
+            body = self._from_host(self._source, more, make)
+        elif isinstance(self._source, PaddedArraySource):
+            body = self._looked_up(self._source, more, make)
+        else:
+            body = self._one_by_one(make)
+        made: tuple[tf.Tensor, Following, State] = repeated(
+            lambda step, following, state: more(step, state), body, step, following, state
+        )
+        return made
+
+    def _one_by_one(self, make: Step) -> Body:
+        """Makes one step in each iteration."""
 
         def body(step: tf.Tensor, following: Following, state: State) -> tuple[tf.Tensor, Following, State]:
             # Arrays: this batch is there already, and the next one is read now. One too many at the end does no harm.
@@ -94,15 +105,10 @@ class Batches:
             self._marker.at(COMPUTE, read)
             return step + 1, following, make(step, read, state)
 
-        made: tuple[tf.Tensor, Following, State] = repeated(
-            lambda step, following, state: more(step, state), body, step, following, state
-        )
-        return made
+        return body
 
-    def _each_looked_up(
-        self, source: PaddedArraySource, more: More, make: Step, step: tf.Tensor, following: Following, state: State
-    ) -> tuple[tf.Tensor, Following, State]:
-        """See `each`. Where the examples of several batches are is worked out at once."""
+    def _looked_up(self, source: PaddedArraySource, more: More, make: Step) -> Body:
+        """Makes the steps of several batches in each iteration, whose examples are looked up together."""
 
         # The outer loop looks up the next batches; the inner loop makes steps while they last.
         def body(step: tf.Tensor, following: Following, state: State) -> tuple[tf.Tensor, Following, State]:
@@ -125,15 +131,10 @@ class Batches:
             )
             return step, (upcoming, read), state
 
-        made: tuple[tf.Tensor, Following, State] = repeated(
-            lambda step, following, state: more(step, state), body, step, following, state
-        )
-        return made
+        return body
 
-    def _each_from_host(
-        self, source: IndexedSource, more: More, make: Step, step: tf.Tensor, following: Following, state: State
-    ) -> tuple[tf.Tensor, Following, State]:
-        """See `each`. The host hands over several batches at once, where they are read fast."""
+    def _from_host(self, source: IndexedSource, more: More, make: Step) -> Body:
+        """Makes the steps of the batches that the host has handed over at once, in each iteration."""
 
         # The outer loop asks for the next batches; the inner loop makes the steps of those that are held.
         def body(step: tf.Tensor, held: Following, state: State) -> tuple[tf.Tensor, Following, State]:
@@ -154,7 +155,4 @@ class Batches:
                 rest = tf.cond(step < held.end, lambda: held, lambda: following)
             return step, rest, state
 
-        made: tuple[tf.Tensor, Following, State] = repeated(
-            lambda step, held, state: more(step, state), body, step, following, state
-        )
-        return made
+        return body

@@ -239,7 +239,7 @@ def _try_compute(
 
 
 def try_evaluation(
-    task: TrainTask, built: BuiltModel, backend: Backend, trained: Batch, evaluated: Batch, what: str = "eval_data()"
+    task: TrainTask, built: BuiltModel, backend: Backend, trained: Batch, evaluated: Batch, what: str
 ) -> None:
     """Tries `compute` on examples of the evaluation data, if they differ from the training data in shape or type.
 
@@ -270,8 +270,7 @@ def try_evaluation(
 def in_trial(task: TrainTask, built: BuiltModel, backend: Backend, example: Batch, training: bool) -> Values:
     """What `compute` returns for a few examples; variables get back the values that they had before."""
     batch = example if built.fixed_rows is None else of_size(example, built.fixed_rows)
-    rows = int(tf.shape(tf.nest.flatten(batch)[0])[0])
-    with backend.scope(), put_back(_state(task, built.model, (), backend)), probing(rows):
+    with backend.scope(), put_back(_state(task, built.model, (), backend)), probing(batch):
         return as_in_replica(backend, task.compute)(built.model, batch, training=training)
 
 
@@ -318,7 +317,7 @@ def _by_lookup(
         return {}, {}
 
     def rows(batch: Batch) -> list[tf.Tensor]:
-        with tf.GradientTape() as tape, probing(int(tf.shape(tf.nest.flatten(batch)[0])[0])):
+        with tf.GradientTape() as tape, probing(batch):
             loss = task.compute(model, batch, training=False)["loss"]
         gradients = tape.gradient(loss, as_tf(variables))
         return list(map(lookups.rows_of, gradients))

@@ -54,8 +54,8 @@ class Computing:
     Attributes:
         computed_by_all: the sources whose batches all replicas must compute, even those without rows.
         uncompiled: the sources whose batches XLA can't compute after all.
-        isolated: the sources of which a step's forward and backward pass is fast in a graph of its own alone; see
-            `ForwardPass`.
+        isolated: the sources whose forward and backward pass is slow unless it is a graph of its own; see
+            `ForwardPass._isolates`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Computing:
         seed: int,
         compiled: Source | None,
         weights: Sequence[tf.Variable],
-        fixed_rows: int | None = None,
+        fixed_rows: int | None,
     ) -> None:
         self._backend = backend
         self._data = data
@@ -137,8 +137,7 @@ class Computing:
 
     def batch_rows(self, source: Source, feed: Feed) -> tf.Tensor:
         """In each replica: the number of rows of the global batch, int64 []. May be a collective."""
-        leaves_out = isinstance(source, ArraySource) and source.leaves_out
-        if source.layout is None and not leaves_out:
+        if source.layout is None and not source.leaves_out:
             return source.batch_rows(feed)
         # Each worker knows only the rows that it has read. Its first replica counts for all of its replicas.
         counts = self._backend.replica() % self._backend.local_replicas == 0

@@ -38,7 +38,7 @@ class Evaluation:
     """
 
     def __init__(
-        self, context: StepContext, source: Source, average_statistics: Callable[[], None], prefix: str = "eval_"
+        self, context: StepContext, source: Source, average_statistics: Callable[[], None], prefix: str
     ) -> None:
         self._context = context
         self._backend = context.backend
@@ -156,7 +156,7 @@ class Evaluation:
             step: tf.Tensor, read: ReadBatch, state: tuple[tf.Tensor, PerReplica]
         ) -> tuple[tf.Tensor, PerReplica]:
             totals = backend.run(self._add_batch, state[1], (epoch, step, read))
-            return self._more(source, read), totals
+            return self._more(read), totals
 
         batches = Batches(source, iterator, epoch, end, marker)
         first = batches.first(step)
@@ -176,25 +176,26 @@ class Evaluation:
         source = self.source
         rows = source.replica_rows(feed, self._backend.replica())
         # Out here, since a replica without rows must enter the collective, too.
-        batch_rows = self._batch_rows(source, feed) if self._context.plan.summed_loss else None
+        batch_rows = self._batch_rows(feed) if self._context.plan.summed_loss else None
         return totals + self._context.computing.of_rows(
             source,
             rows,
             1,
-            lambda stand_in: self._of_rows(source, rows, stand_in, batch_rows),
+            lambda stand_in: self._of_rows(rows, stand_in, batch_rows),
             lambda: tf.zeros([self._layout.width], tf.float64),
         )
 
-    def _batch_rows(self, source: Source, feed: Feed) -> tf.Tensor:
+    def _batch_rows(self, feed: Feed) -> tf.Tensor:
         """In each replica: the number of rows of the global batch, int64 []."""
         # Where each worker reads a stream of its own, one of them may have more batches, so there is no collective.
+        source = self.source
         return self._context.computing.batch_rows(source, feed) if source.layout is None else source.batch_rows(feed)
 
-    def _of_rows(self, source: Source, rows: Rows, stand_in: Batch | None, batch_rows: tf.Tensor | None) -> tf.Tensor:
+    def _of_rows(self, rows: Rows, stand_in: Batch | None, batch_rows: tf.Tensor | None) -> tf.Tensor:
         """In each replica: the totals of its rows. For a summed loss, `batch_rows` are those of the global batch."""
         task = self._context.task
         plan = self._context.plan
-        with self._context.computing.replica(source, rows, stand_in, 1) as replica:
+        with self._context.computing.replica(self.source, rows, stand_in, 1) as replica:
             if self._fill_up_to is not None:
                 replica.fill_up(self._fill_up_to)
             values = as_written(task.compute)(self._context.built.model, replica.batch, training=False)
@@ -225,8 +226,9 @@ class Evaluation:
 
         return tf.nest.map_structure(own, values)
 
-    def _more(self, source: Source, read: ReadBatch) -> tf.Tensor:
+    def _more(self, read: ReadBatch) -> tf.Tensor:
         """Whether this worker has more data; or any worker, if all must enter the collectives of a batch."""
+        source = self.source
         own_more = source.more(read)
         # If the batches have collectives, a worker at the end of its stream makes empty ones until all are at the end.
         if isinstance(source, StreamSource) and source in self._context.computing.computed_by_all:

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.backends.base import Backend
-from loop.data import RowCounts
+from loop.data import RowCounts, count
 from loop.errors import UsageError
 from loop.model.variables import Layer, Variable, as_tf, made_variables, sums_dtype
 from loop.step.metric_sums import try_metrics
@@ -108,18 +108,19 @@ class Trial:
     def _of_few(self, compute: Compute) -> list[str]:
         """Calls `compute` with a few examples, and with one of them; returns the names of the values."""
         metrics = self.metrics
-        n = _rows(self.example)
+        n = int(count(self.example))
         self.seen = None  # what an earlier function has returned
         gathers_before = all_gathers()
 
-        with probing(n):
+        with probing(self.example):
             values = compute(self.example)
             names = check(values, n, None, tuple(metrics))
             try_metrics(metrics, values)
 
         # Once more with one example: a mean over examples can have the right shape by chance, but not twice.
-        with probing(1):
-            values_of_one = compute(tf.nest.map_structure(lambda tensor: tensor[:1], self.example))
+        one = tf.nest.map_structure(lambda tensor: tensor[:1], self.example)
+        with probing(one):
+            values_of_one = compute(one)
             check(values_of_one, 1, names, tuple(metrics))
 
         if all_gathers() == gathers_before:  # with `all_gather`, pairing examples with each other is the purpose
@@ -130,8 +131,9 @@ class Trial:
 
     def _of_size(self, compute: Compute, n: int) -> list[str]:
         """Calls `compute` with n rows, which repeat the examples; returns the names of the values."""
-        with probing(n):
-            values = compute(of_size(self.example, n))
+        batch = of_size(self.example, n)
+        with probing(batch):
+            values = compute(batch)
             names = check(values, n, None, tuple(self.metrics))
             try_metrics(self.metrics, values)
         return names
@@ -187,14 +189,6 @@ class Trial:
         """The number of micro-batches of a batch in the run."""
         return 1 if self.rows is None else self.rows.parts
 
-    def few(self, compute: Compute, rows: slice = slice(None), example: Batch | None = None) -> None:
-        """Calls `compute` with some of the few examples, or of others, for what it does beside its values."""
-        if example is None:
-            example = self.example
-        batch = tf.nest.map_structure(lambda tensor: tensor[rows], example)
-        with probing(_rows(batch)):
-            compute(batch)
-
     def grow(self, compute: Compute, penalties: list[list[float]]) -> bool:
         """Whether a penalty doubles with the number of examples, and so is a sum over them instead of a mean.
 
@@ -202,19 +196,15 @@ class Trial:
             compute: adds the penalties of its call to `penalties`.
             penalties: the penalties of each call so far. The first call had each example once.
         """
-        with probing(2 * _rows(self.example)):
-            compute(tf.nest.map_structure(lambda tensor: tf.concat([tensor, tensor], 0), self.example))
+        doubled = tf.nest.map_structure(lambda tensor: tf.concat([tensor, tensor], 0), self.example)
+        with probing(doubled):
+            compute(doubled)
         # Not strict: a layer may add another number of penalties from call to call.
         for once, twice in zip(penalties[0], penalties[-1], strict=False):
             # A sum over the rows has doubled, up to rounding.
             if once != 0 and np.isclose(twice, 2 * once, rtol=0.02):
                 return True
         return False
-
-
-def _rows(batch: Batch) -> int:
-    """The number of rows of a batch."""
-    return int(tf.shape(tf.nest.flatten(batch)[0])[0])
 
 
 def _check_unpaired(name: str, n: int, value: Value, value_of_one: Value) -> None:

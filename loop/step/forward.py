@@ -226,7 +226,7 @@ class ForwardPass:
         return total * tf.math.divide_no_nan(rows, rows_of_all)
 
     def _share(self, rows: Rows, batch_rows: tf.Tensor) -> tf.Tensor:
-        """Which share of the global batch's rows these rows are; between 0 and 1."""
+        """The share of these rows in those of the global batch, between 0 and 1."""
         dtype = self._context.plan.dtype
         return tf.math.divide_no_nan(tf.cast(count(rows.batch), dtype), tf.cast(batch_rows, dtype))
 

@@ -78,7 +78,7 @@ def are_less(shape: tf.TensorShape, lookups: int) -> bool:
     return lookups * (shape[1:].num_elements() + 2) < shape.num_elements()
 
 
-def kinds(looked_up: LookedUp, example: Batch, names: Sequence[str], fixed_rows: int | None = None) -> dict[int, str]:
+def kinds(looked_up: LookedUp, example: Batch, names: Sequence[str], fixed_rows: int | None) -> dict[int, str]:
     """Finds which variables get gradients by lookups, and of which kind, by trying batches of one and two examples.
 
     Args:

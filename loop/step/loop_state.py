@@ -15,7 +15,7 @@ class LoopState(NamedTuple):
     # The step after the last one, within the epoch; int64 []. The last one counts even if it changed nothing.
     step: tf.Tensor
     going: tf.Tensor  # whether the call goes on; bool []
-    # Whether the last step found the data at its end; bool []. (): it can't, for the data isn't a stream.
+    # Whether the last step found the data at its end; bool []. (): the data isn't a stream, and its length is known.
     ended: tf.Tensor
     totals: tf.Tensor  # the totals of the steps that were made, without states; float64 [n]
     states: PerReplica  # the states of metrics in each replica; float64 [m]. (): no metric has a state.

@@ -230,7 +230,7 @@ def _warn_of_change(trial: Trial, name: str, before: np.ndarray, after: Sequence
 def _values(compute: Compute, example: Batch, rows: slice) -> Values:
     """What `compute` returns for some rows of a batch."""
     batch = tf.nest.map_structure(lambda tensor: tensor[rows], example)
-    with probing(int(tf.shape(tf.nest.flatten(batch)[0])[0])):
+    with probing(batch):
         return compute(batch)
 
 

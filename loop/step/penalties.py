@@ -14,12 +14,12 @@ from loop.errors import ReplicaWarning, UsageError, named
 from loop.model.variables import layers, losses
 from loop.step.example_trace import Trial
 from loop.step.mistakes import ERRORS
-from loop.step.replica import as_in_replica
+from loop.step.replica import as_in_replica, probing
 from loop.step.shares import ShareTrial
 from loop.task import Batch, Model, Values
 
 _ORDER = (0, 2, 2, 1, 0, 1, 1, 0)
-"""Which of a few examples are tried. The shares have others: with as many of each, the mean over those that a mask
+"""Which of a few examples are tried. The two shares have different ones: else the mean over the examples that a mask
 leaves would be the same in both."""
 
 
@@ -85,7 +85,8 @@ class PenaltyTrial:
     def found_in_training(self, trial: Trial, found: Penalties) -> Penalties:
         """What training shows beside what `found` has: a layer may add a loss in training alone."""
         self._noted.clear()
-        trial.few(self.in_training)
+        with probing(trial.example):
+            self.in_training(trial.example)
         if self._noted[0] == self._in_inference:
             return found
         grow = trial.grow(self.in_training, self._noted)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import tensorflow as tf
 
 from loop.backends.base import Backend
-from loop.data import ArraySource, Data, Source, StreamSource
+from loop.data import ArraySource, Data, Source
 from loop.errors import UsageError
 from loop.model.variables import as_tf, sums_dtype, trainable_variables, updates_rows, variable_names
 from loop.options import DEFAULTS, Options
@@ -176,13 +176,7 @@ def _lookups(built: BuiltModel, source: Source, options: Options) -> dict[int, s
     if options["clip_value"] is not None or options["reduction"] == "adasum":
         return {}
     # Each replica sends the same number of lookups in each step, so all examples must have one shape.
-    if isinstance(source, ArraySource):
-        uniform = source.uniform
-    else:
-        assert isinstance(source, StreamSource)
-        specs = tf.nest.flatten(source.dataset.element_spec)
-        uniform = all(spec.shape.is_fully_defined() for spec in specs)
-    return dict(built.lookups) if uniform else {}
+    return dict(built.lookups) if source.uniform else {}
 
 
 def _gathered(built: BuiltModel, options: Options) -> dict[int, str]:

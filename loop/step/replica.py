@@ -341,9 +341,9 @@ def example_seed(salt: int = 0) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def probing(examples: int) -> Iterator[None]:
-    """A context in which `compute` is tried on this number of examples, outside of any step."""
-    _here.tried = examples
+def probing(batch: Batch) -> Iterator[None]:
+    """A context in which `compute` is tried on this batch, outside of any step."""
+    _here.tried = int(count(batch))
     try:
         yield
     finally:

@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.framework import tensor_util  # there is no public way to ask which sizes of a shape are known
 
+from loop.data import count
 from loop.errors import ReplicaWarning, UsageError
 from loop.model.variables import layers
 from loop.step.dropout import replace_dropout
@@ -259,7 +260,7 @@ def _draw(operation: Draw, shape: Shape, seed: Seed, bytes_each: int, **argument
     operation = functools.partial(operation, **arguments)
     shape = tf.cast(shape, tf.int64)
     size = tf.reduce_prod(shape)
-    rows = tf.shape(tf.nest.flatten(replica.batch)[0], out_type=tf.int64)[0]
+    rows = count(replica.batch)
     row_size = size // tf.maximum(rows, 1)
     first = row_size * replica.rows.first
     if replica.rows.kept is None:

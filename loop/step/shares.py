@@ -23,11 +23,13 @@ Numbers: TypeAlias = Callable[[Values, tf.Tensor], Sequence[tf.Tensor]]
 """Takes what `compute` has returned for some rows, and how many they are; returns scalars that must add up, float64."""
 
 ORDERS = (0, 1, 2, 2, 0, 0, 1, 1), (0, 0, 0, 1, 2, 2, 1, 2)
-"""Which of a few examples are tried, one order after the other: so many that experts that take a few rows each are
-full; and in no regular order, in which the last row of a share might have the same neighbor as in the whole batch. Of
-up to 8 rows, the first share has others than the rest: if both had the same ones, means over them would be those over
-the whole batch. In the second order, no example is in both shares: the greatest and the least, such as the hardest
-negative, are those of the whole batch where a share has that example."""
+"""Which of a few examples are tried, one order after the other.
+
+There are enough to fill experts that take a few rows each. Neither order is regular: the last row of a share might have
+the same neighbor as in the whole batch. The two shares differ in how often they have an example: else, the mean over a
+share would be that over the whole batch. In the second order, no example is in both shares: one of them lacks the
+greatest or the least, such as the hardest negative.
+"""
 _OF_FIRST = 3
 """How many of them the first share has."""
 _DRAWS = 4

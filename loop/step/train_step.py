@@ -349,8 +349,7 @@ def _prepare_model(
     if have_positions and backend.replicas * plan.accumulate > 1:
         computing.computed_by_all.add(data.train)
     # One replica, too, keeps the random numbers of rows that are left out. XLA can't: it must know how many it draws.
-    leaves_out = isinstance(data.train, ArraySource) and data.train.leaves_out
-    if backend.replicas > 1 or (leaves_out and not computing.compiles(data.train)):
+    if backend.replicas > 1 or (data.train.leaves_out and not computing.compiles(data.train)):
         row_random.by_row()
 
 

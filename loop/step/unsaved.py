@@ -202,7 +202,7 @@ def _trainable(attribute: object) -> list[tf.Variable]:
 
 def _hidden_draws(nodes: Sequence[tf.compat.v1.NodeDef]) -> list[str]:
     """The names of those operations that draw random numbers from a state of their own."""
-    # All operations of this kind have this attribute; those of cuDNN have it, too, and draw without dropout nothing.
+    # All operations of this kind have this attribute; those of cuDNN have it, too, and draw nothing without dropout.
     names = set()
     for node in nodes:
         if "seed2" in node.attr and not node.op.startswith("Cudnn"):

@@ -163,7 +163,7 @@ def _check_weight(shapes: Shapes, unweighted: set[str]) -> None:
     for name, shape in shapes.items():
         if name == "loss_count" or name in unweighted:
             continue
-        # The weight counts for all elements behind its axes, so these axes must be the value's first ones.
+        # The weight counts for all elements along the other axes, so its axes must be the value's first ones.
         if shape[: weight.rank] != weight:
             raise UsageError(
                 f'compute() returned "{name}" of shape {list(shape)}, which "weight" of shape {list(weight)} '
