@@ -90,7 +90,7 @@ def _fitted(epoch: str, cells: list[str], columns: int) -> str:
     for index, cell in enumerate(cells):
         remaining = len(cells) - index - 1
         longer_line = f"{line}  {cell}"
-        # The cell needs room for the remark behind it, too, unless it is the last one.
+        # The cell needs room for the remark after it, too, unless it is the last one.
         whole = f"{longer_line}  +{remaining} more" if remaining else longer_line.rstrip()
         if len(whole) > columns:
             return f"{line}  +{len(cells) - index} more"

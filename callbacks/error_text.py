@@ -32,7 +32,7 @@ def in_a_line(text: str) -> str:
     if "[[{{node" in text or text.startswith("Graph execution error"):
         text = _without_graph(text)
     text = re.sub(r"\{\{function_node [^{}]*\}\} ?| ?\[Op:\w+\]( name:)?", "", text)
-    text = text.partition("\nArguments received by")[0]  # behind it, Keras shows the arguments of the layer
+    text = text.partition("\nArguments received by")[0]  # after it, Keras shows the arguments of the layer
 
     lines = _lines(text)
     if len(lines) > 1 and lines[0].startswith("Exception encountered when calling"):

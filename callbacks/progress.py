@@ -202,7 +202,7 @@ def _beside_bar(state: State, room: int) -> str:
     first, *others = texts[:2]
     text = first
     speed = f", {state['speed']:,.0f} examples/s"
-    # The speed gets room before the second metric, but stands behind it.
+    # The speed gets room before the second metric, but stands after it.
     if len(text + speed) <= room:
         text += speed
     if others and len(f"{text}  {others[0]}") <= room:

@@ -110,7 +110,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _load_tensorflow() -> None:
-    """In a notebook, loads TensorFlow without the messages of its start, which would stand behind the cell."""
+    """In a notebook, loads TensorFlow without the messages of its start, which would stand below the cell."""
     # Not at the top of the file: `import loop` is to load as little as possible.
     from callbacks import notebook
     from loop.launch import stderr

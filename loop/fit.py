@@ -223,7 +223,7 @@ def train(run: Run, bus: Bus) -> None:
     while not run.at_end:
         bus.fire_profile()
 
-        # Here, and not behind the evaluation: a resumed run may stand at the end of a phase.
+        # Here, and not after the evaluation: a resumed run may stand at the end of a phase.
         if run.phase_over:
             next_phase(run, bus)
             epoch_under_way = False

@@ -1,4 +1,4 @@
-"""A run, or several, as a notebook shows them behind a cell: facts, and a row for each metric with its curves.
+"""A run, or several, as a notebook shows them below a cell: facts, and a row for each metric with its curves.
 
 Tables with inline styles and no script, so that they look the same in Jupyter, in an exported page and on GitHub.
 """

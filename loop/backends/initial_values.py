@@ -13,7 +13,7 @@ SENT = frozenset((tf.bool, tf.float16, tf.float32, tf.float64, tf.int32, tf.int6
 def allow_any_type(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> tf.distribute.MultiWorkerMirroredStrategy:
     """Lets this strategy make variables of each type: those that it can't send start with each worker's own value.
 
-    So it is with Horovod. Before the first step, `BroadcastVariables` gives all workers the chief's values.
+    As with Horovod, `BroadcastVariables` gives all workers the chief's values before the first step.
     """
     extended = strategy.extended
     send = extended._get_variable_creator_initial_value

@@ -87,7 +87,7 @@ def _handle_device(handle: tf.Tensor) -> str:
 
 
 def _captured(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor | None:
-    """The tensor outside of a graph that the graph has captured as this one; None: it has captured none as this one."""
+    """The tensor outside of a graph that the graph has captured as this one, or None."""
     for outer, inner in reversed(graph.captures):  # usually the newest one is asked for
         if inner is tensor:
             return outer

@@ -31,7 +31,7 @@ class InParts:
 
     dtype: np.dtype  # of the array
     shape: tuple[int, ...]  # of the array
-    elements: int  # the size of each part. All parts together are the flat array, with zeros behind it.
+    elements: int  # the size of each part. All parts together are the flat array, with zeros after it.
 
 
 def part_name(rank: int) -> str:
@@ -107,7 +107,7 @@ def read_part(path: Path, rank: int, parts: int, entries: Sequence[Json], arrays
             # Not before a part was read: a forged manifest could ask for any amount of memory.
             if rank == 0:
                 arrays[name] = np.empty(entry["shape"], part.dtype)
-            # Behind the end of the array, the last parts hold zeros.
+            # After the end of the array, the last parts hold zeros.
             begin = rank * elements
             arrays[name].reshape(-1)[begin : begin + elements] = part[: max(size - begin, 0)]
 

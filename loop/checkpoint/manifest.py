@@ -52,7 +52,7 @@ def _problem(manifest: Json) -> str:
 
 
 def _inconsistency(manifest: Json) -> str:
-    """In what two values of a manifest contradict each other, or "". An epoch has at least one step."""
+    """How two values of a manifest contradict each other, or "". An epoch has at least one step."""
     progress = manifest["progress"]
     step = manifest["step"]
     for name in ("step_in_epoch", "epoch"):

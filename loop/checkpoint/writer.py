@@ -199,7 +199,7 @@ def _make_durable(path: Path) -> None:
 
 
 def arrays(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors as NumPy arrays, of the same memory where it is the host's; what isn't a tensor, as it is."""
+    """Tensors as NumPy arrays, which share the memory of tensors on the host; other values stay as they are."""
     return {name: _array(value) if tf.is_tensor(value) else value for name, value in tensors.items()}
 
 

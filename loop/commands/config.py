@@ -105,7 +105,7 @@ def words(name: str, value: object, option: Option) -> list[str]:
 
 
 def _field(path: Path, field: object, value: object) -> str:
-    """The value of a task's field, as it is typed behind `--set FIELD=`."""
+    """The value of a task's field, as it is typed after `--set FIELD=`."""
     if not (isinstance(field, str) and field.isidentifier()):
         raise UsageError(f"--config {path}: set has {shown(field)}, which can't be the name of a field")
     parts = value if isinstance(value, list) else [value]

@@ -57,7 +57,7 @@ class RangeTest:
         # The fall is measured over a tenth of the steps. The first tenth is left out: its average has too few losses.
         smoothed = np.array(self.smoothed)
         width = max(2, len(self.losses) // 10)
-        end = 0  # behind the minimum
+        end = 0  # after the minimum
         if len(smoothed) > width:
             end = width + int(np.argmin(smoothed[width:])) + 1
         if end <= 2 * width:

@@ -65,7 +65,7 @@ def fitting(name: str) -> str:
 
 
 def class_name(name: str, taken: set[str]) -> str:
-    """The name of the class in a task's file; one that means something else in the file gets `Task` behind it."""
+    """The name of the class in a task's file; one that means something else in the file gets `Task` appended."""
     words = re.sub(r"(?<=[^_])task$", "_task", name).split("_")  # `mytask` has two words, as `my_task`
     made = "".join(word[:1].upper() + word[1:] for word in words)
     return f"{made}Task" if made in taken or keyword.iskeyword(made) else made

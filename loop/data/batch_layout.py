@@ -25,7 +25,7 @@ class HandedOver(NamedTuple):
     """Batches in a graph that the host has handed over."""
 
     first: tf.Tensor  # the step of the first one within the epoch: int64 []
-    end: tf.Tensor  # the step behind the last one: int64 []
+    end: tf.Tensor  # the step after the last one: int64 []
     starts: tf.Tensor  # where the rows of each batch begin, and where those of the last one end: int64 [batches + 1, 1]
     index: tf.Tensor  # the indices of the examples: int64 [rows]
     columns: list[tf.Tensor]  # the arrays: [rows, ...]; those that are padded: [rows of all examples, ...]
@@ -246,7 +246,7 @@ class BatchLayout:
     def handed_over_specs(self) -> list[tf.TensorSpec]:
         """The specs of what `handed_over` returns.
 
-        The step of the first batch, and that behind the last one: int64 [2]. Where the rows of each batch begin, and
+        The step of the first batch, and that after the last one: int64 [2]. Where the rows of each batch begin, and
         where those of the last one end: int64 [batches + 1, 1]. The indices: int64 [rows]. The arrays: [rows, ...],
         those that are padded: [rows of all examples, ...]. The lengths that these are padded to: int64 [batches, padded
         arrays]; and their own: int64 [rows, padded arrays].
@@ -295,7 +295,7 @@ class BatchLayout:
         return _cut(held.index, begin, end), self._with_masks(arrays, masks)
 
     def _joined(self, spec: ArraySpec, arrays: list[np.ndarray]) -> np.ndarray:
-        """Arrays of a padded array one behind the other: [rows of all examples, ...]."""
+        """The arrays of a padded array, joined: [rows of all examples, ...]."""
         return np.concatenate(arrays) if arrays else np.zeros([0, *spec.shape[1:]], self.dtype(spec))
 
     def _with_masks(self, arrays: Sequence[Any], masks: dict[str | int, Any]) -> Batch:

@@ -33,7 +33,7 @@ class LengthBuckets:
     def batches(self, epoch: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
         """The examples of the global batches at some steps of `epoch`, in order: int64 [batches, batch size].
 
-        Those behind the end of a short last batch, and of batches after the last step, are undefined.
+        Those after the end of a short last batch, and of batches after the last step, are undefined.
         """
         size = self._options.batch_size
         if not self._options.shuffle:

@@ -44,7 +44,7 @@ def fill_column(column: Sequence[Any], out: np.ndarray) -> bool:
     # `casting` refuses another dtype, and the shape of `out` another shape.
     with contextlib.suppress(TypeError, ValueError):
         if set(map(len, column)) == {size}:
-            # Behind each other along their first axis, which is where they lie in the batch.
+            # Joined along their first axis, which is where they lie in the batch.
             np.concatenate(column, out=out.reshape(count * size, *rest), casting="no")
             return True
     return False

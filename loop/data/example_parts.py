@@ -124,14 +124,14 @@ def by_source(ends: np.ndarray, indices: np.ndarray) -> Iterator[tuple[int, np.n
     """Finds the sources of some examples. The examples of each source are numbered after those of the source before.
 
     Args:
-        ends: the number behind the last example of each source: int64 [sources].
+        ends: the number after the last example of each source: int64 [sources].
         indices: the numbers of some examples: int64 [n].
 
     Yields:
         The number of a source; which of the examples it has; and their numbers in it: int64 both.
     """
     starts = np.append(0, ends)
-    # "right": the first number behind a source belongs to the next one.
+    # "right": the first number after a source belongs to the next one.
     sources = np.searchsorted(ends, indices, "right")
     for number in np.unique(sources).tolist():
         places = np.flatnonzero(sources == number)

@@ -190,7 +190,7 @@ def _poll(layout: BatchLayout, shares: RowShares, parts: int, reader: HostReader
 def _fetch_block(
     shares: RowShares, batch_size: int, steps: int, reader: HostReader, first: Position
 ) -> list[np.ndarray]:
-    """On the host: the rows of whole batches, one behind the other; rows past the end of the data are undefined."""
+    """On the host: the rows of whole batches, one after the other; rows past the end of the data are undefined."""
     read = []
     for number in range(steps):
         # The reader may have other batches around it, of which only this one's rows are taken.

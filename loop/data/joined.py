@@ -1,4 +1,4 @@
-"""Examples of different shapes that lie one behind the other in one array or file."""
+"""Examples of different shapes that lie one after the other in one array or file."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Sequences:
 
 
 class JoinedSequences:
-    """Sequences in one array, one behind the other; made by `loop.sequences`.
+    """Sequences in one array, one after the other; made by `loop.sequences`.
 
     `values` has the elements of all sequences; `lengths` is the length of each: int64 [examples].
     """
@@ -97,7 +97,7 @@ class JoinedSequences:
 
 
 def sequences(values: np.ndarray | str | os.PathLike[str], lengths: Sequence[int] | np.ndarray) -> JoinedSequences:
-    """Sequences that lie one behind the other in one array, as a source for `IndexedData`: tokens of documents, say.
+    """Sequences that lie one after the other in one array, as a source for `IndexedData`: tokens of documents, say.
 
     The array may be larger than memory. Sequences of a batch are read at once, which is the fastest way to read
     examples that differ in length. `IndexedData` needs no `lengths` of its own then, unless there is a `map`.
@@ -113,7 +113,7 @@ def sequences(values: np.ndarray | str | os.PathLike[str], lengths: Sequence[int
     reader = reader_of(values)
     if not isinstance(reader, ArrayRows):
         raise UsageError(
-            f"loop.sequences({type(values).__name__}): give one array with all sequences behind each other, a memory "
+            f"loop.sequences({type(values).__name__}): give one array with one sequence after the other, a memory "
             "map, or the path of an .npy file"
         )
     counts = np.asarray(lengths)

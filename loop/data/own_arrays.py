@@ -18,7 +18,7 @@ def array_of_own(shape: list[int], dtype: np.dtype) -> np.ndarray:
     """
     if dtype.hasobject:  # text, which TensorFlow always converts
         return np.empty(shape, object)
-    # Half an alignment behind a multiple: never at one, and still aligned for every dtype of numbers.
+    # Half an alignment after a multiple: never at one, and still aligned for every dtype of numbers.
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + 2 * _ALIGNMENT, np.uint8)
     offset = _ALIGNMENT // 2 - memory.ctypes.data % _ALIGNMENT

@@ -111,7 +111,7 @@ class UpcomingBatches(NamedTuple):
     """Batches in a graph, of which is known which examples they have, and where these are."""
 
     first: tf.Tensor  # the step of the first one within the epoch: int64 []
-    end: tf.Tensor  # the step behind the last one: int64 []
+    end: tf.Tensor  # the step after the last one: int64 []
     rows: tf.Tensor  # how many rows the worker has of each: int64 [batches]
     index: tf.Tensor  # the indices of the examples of these rows: int64 [batches, most rows]
     lookups: list[_Lookup]  # of the padded arrays, in the order of their names
@@ -212,7 +212,7 @@ class PaddedArraySource(ArraySource):
     def _whole_batches(self, epoch: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
         """The indices of the examples of global batches: int64 [batches, batch size].
 
-        Behind the end of the data, the last example of a batch once more, so that it is padded as without.
+        After the end of the data, the last example is repeated, which doesn't change how long a batch is padded.
         """
         if self._buckets is not None:
             return self._buckets.batches(epoch, steps)
@@ -293,7 +293,7 @@ def _cut(array: Sequences, positions: int, value: Scalar) -> tuple[np.ndarray, n
         return _with_filling(array, value)[:, np.newaxis], firsts
     pieces = np.full([(lines * counts).sum() + 1, positions, *array.rows.shape[1:]], value, array.dtype)
 
-    # All positions but those behind the end of a line, in its last piece, have data.
+    # All positions but those after the end of a line, in its last piece, have data.
     widths = np.repeat(array.shapes[:, -1], lines)
     ends = np.cumsum(np.repeat(counts, lines)) * positions
     gaps = -widths % positions

@@ -153,7 +153,7 @@ class Padding:
 
 
 def in_order(masks: Mapping[str | int, T], names: Sequence[str | int]) -> dict[str | int, T]:
-    """The masks of these arrays, in this order, which is that in which they stand behind a batch."""
+    """The masks of these arrays, in this order, in which they are appended to a batch."""
     return {name: masks[name] for name in names}
 
 

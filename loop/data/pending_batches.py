@@ -25,7 +25,7 @@ class PendingBatches:
 
     Args:
         first: the position of the first batch; the others follow it in the same epoch.
-        index: the examples of all batches, those of one behind those of the other: int64 [rows].
+        index: the examples of all batches, one batch after the other: int64 [rows].
         leaves: the arrays to fill, each of shape [rows, ...]; or tensors that have been filled. A padded array has a
             list instead, with the array of each row; one array of all rows, joined, may replace the list.
         starts: where the rows of each batch begin, and where the last one ends: int64 [batches + 1]; None: it is one.

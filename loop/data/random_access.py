@@ -189,7 +189,7 @@ class ArrayRows:
             return ArrayRows, (self._rows,)
         assert isinstance(array, np.memmap)  # nothing else has such a map
         if array.filename is None or not array.flags.c_contiguous:
-            raise TypeError("a memory map can be sent if it has a file, and its rows lie one behind the other")
+            raise TypeError("a memory map can be sent if it has a file, and its rows lie one after the other")
 
         # The array may be a slice of the map: `offset` is that of the map, and the addresses tell the rest.
         memory = np.frombuffer(self._map, np.uint8)

@@ -49,7 +49,7 @@ class _BlockAhead:
         self.error: BaseException | None = None
         self.done = threading.Event()
 
-    def position_behind(self, following: Callable[[Position], Position | None]) -> Position | None:
+    def position_after(self, following: Callable[[Position], Position | None]) -> Position | None:
         """Waits until it is read, and returns where the next one begins; None: nowhere, or it can't be read."""
         self.done.wait()
         return None if self.batches is None or self.batches.error else following(self.batches.last)
@@ -144,7 +144,7 @@ class ReadAhead:
         return next((batches for batches in self._pending if batches.covers(position)), None)
 
     def _begun(self, position: Position, patience: float | None) -> PendingBatches | None:
-        """The batch at a position, being read; or filled, and others behind it, where reading is fast.
+        """The batch at a position, being read; or filled, and others after it, where reading is fast.
 
         None: it is nearly there, and didn't come within `patience` seconds.
         """
@@ -183,14 +183,14 @@ class ReadAhead:
         self._keep([self._before(position)])
         self._pending.append(batches)
         self._next = None if batches.error else self._following(batches.last)
-        # How many batches a block has is known only when it is planned. So each block starts behind the one before.
+        # How many batches a block has is known only when it is planned. So each block starts after the one before.
         while self._next is not None and len(self._blocks_ahead) < _BLOCKS_AHEAD:
             start = self._blocks_ahead[-1] if self._blocks_ahead else self._next
             self._read_block_ahead(start)
         return batches
 
     def _read_block_ahead(self, start: Position | _BlockAhead) -> None:
-        """Has a thread read a block, from a position on or behind another block."""
+        """Has a thread read a block, from a position on or after another block."""
         block = _BlockAhead()
         steps = self._steps_at_once()
         read = functools.partial(_read_block, plan=self._plan, steps=steps, fill=self._fill, pace=self._pace)
@@ -210,11 +210,11 @@ class ReadAhead:
         return last
 
     def _followed(self, position: Position) -> list[Position]:
-        """A position, those that are read ahead of it, and the one behind these; fewer at the end of the data."""
+        """A position, those that are read ahead of it, and the one after these; fewer at the end of the data."""
         positions = [position]
         for _ in range(self._depth + 1):
             following = self._following(positions[-1])
-            if following is None:  # the end of the data: repeated, so that there is always one behind the others
+            if following is None:  # the end of the data: repeated, so that there is always one after the others
                 following = positions[-1]
             positions.append(following)
         return positions
@@ -265,7 +265,7 @@ def _read_ahead(
 ) -> None:
     """Reads a block before it is asked for."""
     try:
-        first = start if isinstance(start, Position) else start.position_behind(following)
+        first = start if isinstance(start, Position) else start.position_after(following)
         if first is not None:
             block.batches = read(first, thread=thread)
     except BaseException as error:  # raised to the one that asks for the block

@@ -319,13 +319,13 @@ def _send(answers: IO[bytes], answer: Any) -> None:
 
 
 def _stacked(read: Arrays) -> Arrays:
-    """The arrays of all examples in one array each, where they have one shape; errors as they can be sent."""
+    """Each array of all examples stacked, if they have one shape. Prints the causes of errors, which aren't sent."""
     if isinstance(read, tuple):
         return read
     failed = [error for error in read if isinstance(error, Exception)]
     for error in failed:
         if error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)  # the stack doesn't travel
+            traceback.print_exception(error.__cause__)
     if failed:
         return read
     columns = list(zip(*read, strict=True))
@@ -343,11 +343,11 @@ class _Shared:
         self._map = mmap.mmap(memory, 0)
 
     def put(self, buffers: list[memoryview]) -> list[int]:
-        """Writes buffers one behind the other; returns their sizes in bytes."""
+        """Writes buffers one after the other; returns their sizes in bytes."""
         sizes = [buffer.nbytes for buffer in buffers]
         needed = sum(sizes)
         if len(self._map) < needed:
-            # It never gets smaller: the training may have mapped all of it, and reading behind a file's end kills.
+            # It never gets smaller: the training may have mapped all of it, and reading past a file's end kills.
             os.ftruncate(self._memory, needed)
             self._map = mmap.mmap(self._memory, 0)
         start = 0

@@ -23,14 +23,14 @@ class RowShares:
 
     def extent(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Where the global batch at `step` begins in the order of the epoch, and how many rows it has."""
-        # Also behind the end of the data a batch has a row: a compiled call reads one batch more than it uses.
+        # A batch after the end of the data has a row, too: a compiled call reads one batch more than it uses.
         start = tf.minimum(step * self.batch_size, self.size - 1)
         return start, tf.minimum(tf.constant(self.batch_size, tf.int64), self.size - start)
 
     def places(self, step: tf.Tensor, parts: int) -> tf.Tensor:
         """The worker's positions in the order of the epoch: int64 [n], one micro-batch of `parts` after the other."""
         if self.replicas == 1 and self.even_count(1) and self.size >= self.batch_size:
-            # Behind the end of the data, the last batch once more.
+            # After the end of the data, the last batch once more.
             start = tf.minimum(step * self.batch_size, self.size - self.batch_size)
             return start + np.arange(self.batch_size)
         start, n = self.extent(step)
@@ -49,7 +49,7 @@ class RowShares:
 
         Returns:
             How many rows it has of each batch: int64 [batches]. And which ones these are: int64 [batches, most rows];
-            undefined behind the last one.
+            undefined after the last one.
         """
         whole = self.on_host(self.batch_size, parts)
         short = self.on_host(self.remainder, parts) if self.remainder else whole

@@ -54,7 +54,7 @@ def _stacked(examples: Sequence[np.ndarray], name: str | int, axes: int) -> Sequ
             "same number, at least one"
         )
     shapes = _shapes(examples, filled, max(ranks, default=1))
-    # All axes up to the last one that differs count as different; the rows have those behind it.
+    # All axes up to the last one that differs count as different; the rows have those after it.
     differing = np.flatnonzero((shapes != shapes[:1]).any(0))
     axes = max(axes, int(differing.max(initial=0)) + 1)
     tail = shapes[:1, axes:].ravel().tolist()

@@ -237,12 +237,12 @@ def _offsets(path: Path) -> np.ndarray:
     with path.open("rb", buffering=_BUFFER) as file:
         while offset < size:
             header = file.read(_LENGTH.size)
-            # Without a whole header the file ends within it: any end behind the file is refused below.
+            # Without a whole header, the file ends within it: any end past that of the file is refused below.
             data_bytes = _LENGTH.unpack(header)[0] if len(header) == _LENGTH.size else size
             end = offset + _AROUND + data_bytes
             if end > size:
                 raise UsageError(
-                    f"{path}: damaged at byte {offset}: record {len(offsets)} would end behind the end of the file: "
+                    f"{path}: damaged at byte {offset}: record {len(offsets)} would end after the end of the file: "
                     "write the file anew"
                 )
             offsets.append(offset)

@@ -130,7 +130,7 @@ def stored_history(path: Path, state: Json) -> list[history.Row]:
     if "history" in state:  # of a run without a journal, or of an older version
         return list(map(history.as_numbers, state["history"]))
     source = path.absolute().parent.parent / journal.NAME
-    done = Progress(**state["progress"])  # lines behind the checkpoint may come from steps that are made again
+    done = Progress(**state["progress"])  # lines after the checkpoint may come from steps that are made again
     rows = history.until(journal.read_history(source, state["journal"]), done.step)
     if lost := history.missing(rows, done.epoch):
         tell(

@@ -76,7 +76,7 @@ class _Statement:
     def __init__(self, node: ast.stmt, cell: str) -> None:
         decorators = getattr(node, "decorator_list", [])
         if decorators:
-            # The position of a definition begins behind its decorators.
+            # The position of a definition begins after its decorators.
             lines = cell.splitlines()[decorators[0].lineno - 1 : node.end_lineno]
             self.text = "\n".join(lines)
         else:

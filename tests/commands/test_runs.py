@@ -294,7 +294,7 @@ def test_filters_and_columns(root, command, arguments, names):
         (["runs", "--sort", "eval_los"], "did you mean 'eval_loss'?"),
         (["runs", "--metric", "acuracy"], "did you mean 'accuracy'?"),
         (["runs", "--root", "run"], "there is no such directory"),
-        (["runs", "--json", "show", "small"], "give its options behind it"),
+        (["runs", "--json", "show", "small"], "give its options after it"),
         (["runs", "show", "smal1"], "did you mean 'small'?"),
         (["runs", "show", "nothing/here"], "isn't a run directory"),
         (["runs", "show", ""], "is empty"),

@@ -983,7 +983,7 @@ def test_fast_batches_are_read_several_at_once_while_those_before_are_used(in_no
     ahead = _blocks(filled)
     for step in range(30):
         assert ahead.get_if_ready(Position(0, step)) is not None
-    assert filled == [("asker", 0, 8), ("reader", 8, 8), ("reader", 16, 8), ("reader", 24, 6)]  # none behind the end
+    assert filled == [("asker", 0, 8), ("reader", 8, 8), ("reader", 16, 8), ("reader", 24, 6)]  # none after the end
     filled.clear()
     with _read_fast(0):
         for step in range(30):
@@ -1434,7 +1434,7 @@ def test_large_memory_maps_take_little_memory(joined, tmp_path, monkeypatch):
 def test_rows_of_a_memory_map_that_do_not_lie_together_are_not_sent(tmp_path):
     np.save(tmp_path / "inputs.npy", INPUTS)
     mapped = np.load(tmp_path / "inputs.npy", mmap_mode="r")
-    with pytest.raises(TypeError, match="its rows lie one behind the other"):
+    with pytest.raises(TypeError, match="its rows lie one after the other"):
         pickle.dumps(ArrayRows(mapped[:, 1:]))
 
 

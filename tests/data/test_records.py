@@ -206,7 +206,7 @@ def test_damaged_records_are_named(tmp_path):
     with pytest.raises(UsageError, match=r"train-1.tfrecord: record \d, at byte \d+, is damaged"):
         [records[index] for index in range(50)]
     path.write_bytes(damaged[:-7])
-    with pytest.raises(UsageError, match="would end behind the end of the file"):
+    with pytest.raises(UsageError, match="would end after the end of the file"):
         loop.records(pattern)
 
 

@@ -45,7 +45,7 @@ def check_run_dir(run_dir: object) -> None:
 
 
 def url_named(run_dir: str | Path | None) -> str | None:
-    """The URL of a run that is kept in a store; also where a later attempt is given its directory on this machine.
+    """The URL of a run in a store, named by the URL or by its directory on this machine; None: it isn't in a store.
 
     Raises:
         UsageError: see `check_run_dir` and `read_url`.
@@ -152,13 +152,13 @@ def url_of(directory: Path) -> str | None:
 
 
 def is_delivered(directory: Path) -> bool:
-    """Whether nothing of a run in this spool remains to be delivered; also of a run that has no URL."""
+    """Whether all of the run in this spool has been delivered; True for a run that has no URL."""
     return url_of(directory) is None or bool(read_json(directory.parent / ABOUT).get("delivered"))
 
 
 def index_of(directory: Path) -> Path:
     """The file that says of which run in a store a directory is a copy, and what the store has of it."""
-    # A hash, for copies of other runs lie beside it: one may be called like this one, with an ending.
+    # A hash: copies of other runs lie beside it, and one may have the name of this one with an ending.
     return directory.with_name(f".{hashlib.sha256(os.fsencode(directory.name)).hexdigest()}.json")
 
 

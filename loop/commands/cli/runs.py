@@ -33,7 +33,7 @@ def list_runs(
     context.obj = root  # for the commands of the group: `runs --root DIR show RUN`
     if context.invoked_subcommand is not None:
         if filter_ or sort or metric or as_json:
-            raise UsageError(f"runs {context.invoked_subcommand}: give its options behind it")
+            raise UsageError(f"runs {context.invoked_subcommand}: give its options after it")
         return
     records = runs.listed(root, filter_, sort, metric)
     if as_json:

@@ -53,10 +53,10 @@ def _is_under_way(path: Path) -> bool:
 
 
 def _news(path: Path, offset: int) -> tuple[list[str], int]:
-    """The events of a journal from byte `offset` on, as lines for the terminal, and the offset behind them."""
+    """The events of a journal from byte `offset` on, as lines for the terminal, and the offset after them."""
     texts = []
     for entry, end in entries(path, offset):
-        offset = end  # also behind lines that aren't shown
+        offset = end  # also after lines that aren't shown
         text = event_line(entry)
         if text:
             texts.append(text)

@@ -139,7 +139,7 @@ class Plan:
 
 
 def choices_of(text: str) -> list[str]:
-    """The values that a text lists, as each is typed behind `--set FIELD=`. Quotes around one are not part of it."""
+    """The values that a text lists, as each is typed after `--set FIELD=`. Quotes around one are not part of it."""
     choices = []
     for part in split(text):
         choice = part
