@@ -4,6 +4,7 @@ import inspect
 import re
 import signal
 import sys
+import textwrap
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from loop import ArrayData, IndexedData, TrainingError, UsageError, fit
 from loop.backends import create
 from loop.errors import PeerError
 from loop.run.pace import Pace
+from tests.conftest import ROOT
 from tests.tasks import Conv, Legacy, Plain, Streamed, Unweighted, Weighted, regression
 
 
@@ -98,6 +100,8 @@ def test_hooks_are_the_events_and_the_docstring_of_the_loop_names_them_in_order(
     hooks = [name.removeprefix("on_") for name in vars(Callback) if name.startswith("on_")]
     assert hooks == list(EVENTS)
     assert re.findall(r"on_(\w+)\n", fit.__doc__) == list(EVENTS)
+    [shown] = re.findall(r"each part fires:\n\n(.*?)\n\n", fit.__doc__, re.DOTALL)
+    assert textwrap.dedent(shown) in (ROOT / "docs" / "concepts.md").read_text()
 
 
 def test_ten_thousand_steps_are_traced_once_and_call_the_host_seldom(quiet):
