@@ -33,7 +33,11 @@ COMMUNICATION = {"multiworker": ("ring", "nccl"), "mirrored": ("nccl", "hierarch
 PLUGIN_GROUP = "tfloop.backends"
 """The entry-point group of backends of other packages."""
 
-_LARGEST = 2**53  # steps and examples are counted in 64 bits, and multiplied with each other
+PRECISIONS = ("float32", "float64", "bfloat16", "mixed_float16")
+"""The values of `precision`; see `loop.model.precision`."""
+
+LARGEST = 2**53
+"""All numbers are smaller: steps and examples are counted in 64 bits, and multiplied with each other."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Option:
         Raises:
             UsageError: names the option, the value, and what to give instead.
         """
-        if isinstance(value, int) and value >= _LARGEST:  # `repr` would print all its digits
+        if isinstance(value, int) and value >= LARGEST:  # `repr` would print all its digits
             raise UsageError(f"{self.name}={reprlib.repr(value)}: give a smaller number")
         if not self.is_valid(value):
             raise UsageError(f"{self.name}={value!r}: {self.fix}")
@@ -187,8 +191,8 @@ OPTIONS = (
     Option("seed", 0, _is_int(0, most=2**31 - 1), "give a whole number from 0 to 2147483647", is_kept=True),
     Option("shuffle", True, _IS_FLAG, "give True or False", is_kept=True),
     Option(
-        "precision", "float32", _is_one_of("float32", "float64", "bfloat16", "mixed_float16"),
-        "give float32, float64, bfloat16 or mixed_float16", is_kept=True,
+        "precision", "float32", _is_one_of(*PRECISIONS), "give float32, float64, bfloat16 or mixed_float16",
+        is_kept=True,
     ),
     Option("accumulate", 1, _is_int(1), "give a whole number >= 1 of micro-batches", is_kept=True),
     Option("compression", "none", _is_one_of("none", "fp16", "bf16"), "give none, fp16 or bf16", is_kept=True),

@@ -12,11 +12,10 @@ from typing import TypeAlias
 
 from loop.checkpoint import checkpoint_files
 from loop.checkpoint.array_files import Json
+from loop.options import LARGEST, PRECISIONS
 
 Test: TypeAlias = Callable[[object], bool]
 
-_LARGEST = 2**53  # steps and examples are counted in 64 bits, and multiplied
-_PRECISIONS = ("float32", "float64", "bfloat16", "mixed_float16")
 _NOT_FINITE = ("nan", "inf", "-inf")  # texts, since JSON has no such numbers
 
 
@@ -71,7 +70,7 @@ def _said(name: str, value: object, meant: str) -> str:
 
 def _is_count(value: object) -> bool:
     # `type`, not `isinstance`, here and below: true and false of JSON are ints of Python's.
-    return type(value) is int and 0 <= value < _LARGEST
+    return type(value) is int and 0 <= value < LARGEST
 
 
 def _is_number(value: object) -> bool:
@@ -104,8 +103,8 @@ def _are_options(value: object) -> bool:
     if not isinstance(value, dict):
         return False
     batch_size = value.get("batch_size", 1)
-    has_size = type(batch_size) is int and 0 < batch_size < _LARGEST
-    return has_size and value.get("precision", _PRECISIONS[0]) in _PRECISIONS
+    has_size = type(batch_size) is int and 0 < batch_size < LARGEST
+    return has_size and value.get("precision", "float32") in PRECISIONS
 
 
 def _is_place(value: object) -> bool:
@@ -132,7 +131,7 @@ _RULES: dict[str, dict[str, tuple[Test, str]]] = {
         "epoch_metrics?": (_all(_is(str)), "a list of names"),
         "eval_metrics?": (_by_name(_is_number), "numbers by name"),
         "history?": (_all(_by_name(_is_number)), "a list of numbers by name"),
-        "evaluated_at?": (lambda value: type(value) is int and -1 <= value < _LARGEST, "a step"),
+        "evaluated_at?": (lambda value: type(value) is int and -1 <= value < LARGEST, "a step"),
         "evaluating?": (_is(bool), "true or false"),
         "evaluated_sets?": (_by_name(_is_count), "steps by name"),
         "evaluated?": (_by_name(_is_number), "numbers by name"),
