@@ -139,7 +139,7 @@ class ArraySource(PositionSource):
             read = self._read_rows(epoch, step, parts)
         return self._copied(read)
 
-    def read_batches(self, iterator: tuple[()], epoch: tf.Tensor, step: tf.Tensor, steps: int) -> ReadBatch:
+    def read_batches(self, epoch: tf.Tensor, step: tf.Tensor, steps: int) -> ReadBatch:
         """Reads `steps` whole batches from `step` on, on one replica: shapes [steps, batch size, ...].
 
         Rows past the end of the data are undefined; callers discard them.

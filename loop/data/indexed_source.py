@@ -105,7 +105,7 @@ class IndexedSource(ArraySource):
             batch = self._layout.batch_at(handed_over, step)
         return self._copied(batch)
 
-    def read_batches(self, iterator: tuple[()], epoch: tf.Tensor, step: tf.Tensor, steps: int) -> Any:
+    def read_batches(self, epoch: tf.Tensor, step: tf.Tensor, steps: int) -> Any:
         specs = [tf.TensorSpec([None], tf.int64), *self._layout.tensor_specs()]
         shape = [steps, self.options.batch_size]
         fetch = functools.partial(_fetch_block, self._shares, self.options.batch_size, steps)

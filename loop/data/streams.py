@@ -58,11 +58,10 @@ class StreamSource:
         first: the index of the worker's first replica among the replicas of all workers with the same data.
         replicas: the number of replicas that share the worker's batch.
         workers: the number of workers that read other parts of the stream; 1: all read the same.
-        again: makes the same stream once more, from the same seeds; None, or a result of None: that isn't possible.
         padding: how examples of different lengths become one batch.
 
     Attributes:
-        again: the argument.
+        again: makes the same stream once more, from the same seeds; None, or a result of None: that isn't possible.
         steps_per_epoch: None: not known before the stream has been read.
         endless: whether the stream is known to have no end.
         uniform: whether all batches have one shape, except a short last one.
@@ -81,7 +80,6 @@ class StreamSource:
         first: int = 0,
         replicas: int = 1,
         workers: int = 1,
-        again: Callable[[], StreamSource | None] | None = None,
         padding: Padding | None = None,
     ) -> None:
         self.dataset = dataset
@@ -98,7 +96,7 @@ class StreamSource:
         # One pipeline for all epochs, so that a data set that reshuffles in each iteration does so here.
         self._batches = batches(dataset, self._padded, options.batch_size, options.drop_remainder).prefetch(ahead)
         self._following = self._batches
-        self.again = again
+        self.again: Callable[[], StreamSource | None] | None = None
         self._unsaved = ""
 
     @functools.cached_property

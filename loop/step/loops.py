@@ -160,11 +160,10 @@ class BlockLoop:
         assert isinstance(source, ArraySource)
         return source
 
-    def run(self, iterator: DataIterator, epoch: tf.Tensor, end: tf.Tensor, state: LoopState) -> LoopState:
+    def run(self, epoch: tf.Tensor, end: tf.Tensor, state: LoopState) -> LoopState:
         """Makes the steps from `state.step` on, up to the last whole batch; returns the state after them.
 
         Args:
-            iterator: what the `start` of the source returned.
             epoch: the epoch, int64 [].
             end: the step within the epoch before which the loop ends, int64 [].
             state: the state of the loop before the steps.
@@ -178,12 +177,12 @@ class BlockLoop:
 
         def steps(block: ReadBatch, finite: tf.Tensor, state: LoopState) -> tuple[ReadBatch, tf.Tensor, LoopState]:
             # Nothing in this block depends on the next one, so TensorFlow reads it while this one is computed.
-            following = source.read_batches(iterator, epoch, state.step + size, size)
+            following = source.read_batches(epoch, state.step + size, size)
             self._context.marker.at(COMPUTE, block)
             state, finite = self._block(block, epoch, tf.minimum(end, state.step + size), state)
             return following, finite, state
 
-        first = source.read_batches(iterator, epoch, state.step, size)
+        first = source.read_batches(epoch, state.step, size)
         _, _, after = repeated(more, steps, first, tf.constant(True), state)
         return after
 

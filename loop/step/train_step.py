@@ -237,7 +237,7 @@ class TrainStep:
         end = step + steps
         # Blocks make the steps with a whole batch; the loop over batches makes the rest, and a block that was undone.
         if self._blocks.active:
-            state = self._blocks.run(iterator, epoch, end, state)
+            state = self._blocks.run(epoch, end, state)
         loop = BatchLoop if context.plan.local_steps == 1 else LocalStepsLoop
         state = loop(context, iterator, epoch, end).run(state)
         packed = self._packed(step, state)

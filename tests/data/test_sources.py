@@ -63,7 +63,7 @@ def test_every_example_once_an_epoch_on_any_number_of_replicas(size, batch_size,
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_many_batches_at_once_are_the_same_as_one_by_one(shuffle):
     opened = source(ArrayData(np.arange(23), np.ones((23, 2))), BatchOptions(5, 3, shuffle=shuffle), "data")
-    index, (numbers, ones) = opened.read_batches((), tf.constant(1, tf.int64), tf.constant(2, tf.int64), 4)
+    index, (numbers, ones) = opened.read_batches(tf.constant(1, tf.int64), tf.constant(2, tf.int64), 4)
     assert (numbers.shape, ones.shape) == ((4, 5), (4, 5, 2))
     for place in (0, 1):
         np.testing.assert_array_equal(numbers[place], read(opened, 1, 2 + place)[0])
