@@ -166,13 +166,13 @@ class Backend(StepCollectives):
         """
 
     def call(
-        self, function: Callable[..., tf.Tensor], handle: object, epoch: int, step: int, steps: int
+        self, function: Callable[..., tf.Tensor], iterator: object, epoch: int, step: int, steps: int
     ) -> list[tuple[int, np.ndarray]]:
         """Has a compiled function make `steps` steps from `step` on, in one part or in several.
 
         Args:
             function: the compiled function of the training step.
-            handle: the iterator of the data.
+            iterator: what the `start` of the source returned.
             epoch: the epoch, from 0.
             step: the first step, within the epoch.
             steps: how many steps to make at most.
@@ -180,7 +180,7 @@ class Backend(StepCollectives):
         Returns:
             The first step of each part, and what the function returned for the part.
         """
-        return [(step, function(handle, *int64_tensors(epoch, step, steps)).numpy())]
+        return [(step, function(iterator, *int64_tensors(epoch, step, steps)).numpy())]
 
     def lost(self, error: BaseException) -> str:
         """The part of the run's state that the backend has lost, if the loss has caused this error; else ""."""

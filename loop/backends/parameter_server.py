@@ -117,14 +117,14 @@ class ParameterServer(StrategyBackend):
             )
 
     def call(
-        self, function: Callable[..., tf.Tensor], handle: object, epoch: int, step: int, steps: int
+        self, function: Callable[..., tf.Tensor], iterator: object, epoch: int, step: int, steps: int
     ) -> list[tuple[int, np.ndarray]]:
         parts = min(steps, self._parts)
         # In whole numbers: the parts differ by one step at most, and together they are exactly `steps`.
         bounds = [step + steps * part // parts for part in range(parts + 1)]
         scheduled = []
         for first, end in itertools.pairwise(bounds):
-            arguments = (handle, *int64_tensors(epoch, first, end - first))
+            arguments = (iterator, *int64_tensors(epoch, first, end - first))
             scheduled.append((first, self._coordinator.schedule(function, arguments)))
         # All parts are done before any result is fetched: between two calls, no worker changes the variables.
         self._coordinator.join()
