@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.backends.host_collectives import fingerprint
-from loop.data import Rows, contents, count, evaluation_sets, first, in_float64
+from loop.data import Rows, contents, count, evaluation_sets, fixed_head, in_float64
 from loop.data.host_random import seed_generators
 from loop.errors import ReplicaWarning
 from loop.model.precision import keras_precision
@@ -148,7 +148,7 @@ def _compute(task: TrainTask, options: Options, precision: str) -> list[str]:
 
 def _few(data: Dataset, options: Options) -> Dataset:
     """The first examples of what a task returned, in memory and in the precision of the options."""
-    return in_precision(first(data, EXAMPLES), options)
+    return in_precision(fixed_head(data, EXAMPLES), options)
 
 
 def in_precision(data: Dataset, options: Options) -> Dataset:

@@ -12,7 +12,7 @@ from callbacks.run_record.journal import jsonable
 from callbacks.types import JsonObject
 from loop.backends.base import Backend
 from loop.checkpoint import checkpoint_files
-from loop.data import SKIPPED, ArraySource, BatchOptions, Data, Feed, ReadBatch, Rows, rows
+from loop.data import SKIPPED, ArraySource, BatchOptions, Data, Feed, ReadBatch, Rows, part_bounds
 from loop.data.row_shares import RowShares
 from loop.errors import UsageError
 from loop.model.variables import as_tf, carried_variables, trainable_variables, variable_names
@@ -192,7 +192,7 @@ class _OneBatch(ArraySource):
     def replica_rows(self, feed: Feed, replica: tf.Tensor | int, part: tf.Tensor | int = 0, parts: int = 1) -> Rows:
         # One device has all rows: a part of them is a micro-batch.
         epoch, step, _ = feed
-        low, high = rows(tf.constant(self.size, tf.int64), part, parts)
+        low, high = part_bounds(tf.constant(self.size, tf.int64), part, parts)
         own = tf.nest.map_structure(lambda tensor: tensor[low:high], self.example)
         first = tf.constant(0, tf.int64)  # one device has the micro-batch from its first row on
         of_part = Rows(own, first, epoch, step * parts + part, self._index[low:high])

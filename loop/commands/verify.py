@@ -19,7 +19,7 @@ from loop import backends
 from loop.backends import devices
 from loop.backends.base import Backend
 from loop.commands import diagnose, terminal
-from loop.data import part
+from loop.data import head
 from loop.errors import UsageError, named
 from loop.launch import signals
 from loop.model.variables import as_tf, trainable_variables, variable_names
@@ -238,7 +238,7 @@ def _train(session: Session, steps_before: int, numbers: Arrays) -> int:
 def _few(data: Dataset, options: Options) -> Dataset:
     """The first examples of what a task returned, in the precision of the options."""
     # Two whole batches, and one of a single example: on several replicas, some have no row of it.
-    return diagnose.in_precision(part(data, 2 * options["batch_size"] + 1), options)
+    return diagnose.in_precision(head(data, 2 * options["batch_size"] + 1), options)
 
 
 def compare(precision: str, engine: str, replicas: int, reference: Arrays, numbers: Arrays) -> Comparison:

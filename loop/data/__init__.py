@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         Rows,
         count,
         likely_rows,
-        rows,
+        part_bounds,
     )
     from loop.data.indexed import IndexedData
     from loop.data.indexed_source import IndexedSource
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from loop.data.mixture import mix
     from loop.data.padded_arrays import PaddedArraySource
     from loop.data.padding import Padding
-    from loop.data.parts import contents, first, in_float64, part
+    from loop.data.parts import contents, fixed_head, head, in_float64
     from loop.data.pipelines import shard_files, stacking_problem
     from loop.data.sources import Change, Data, Source, open_data, source, unchanged
     from loop.data.streams import StreamData, StreamSource, no_rows
@@ -62,15 +62,15 @@ __all__ = [
     "StreamSource",
     "contents",
     "count",
-    "first",
+    "fixed_head",
+    "head",
     "in_float64",
     "likely_rows",
     "mix",
     "no_rows",
     "open_data",
-    "part",
+    "part_bounds",
     "records",
-    "rows",
     "sequences",
     "shard_files",
     "source",
@@ -81,14 +81,15 @@ __all__ = [
 _NAMES = {
     "array_source": "ArraySource",
     "arrays": "ArrayData",
-    "batch": "BatchOptions DataIterator EVALUATION_EPOCH Feed ReadBatch RowCounts Rows SKIPPED count likely_rows rows",
+    "batch": "BatchOptions DataIterator EVALUATION_EPOCH Feed ReadBatch RowCounts Rows SKIPPED count likely_rows "
+    "part_bounds",
     "indexed": "IndexedData",
     "indexed_source": "IndexedSource",
     "joined": "sequences",
     "mixture": "mix",
     "padded_arrays": "PaddedArraySource",
     "padding": "Padding",
-    "parts": "contents first in_float64 part",
+    "parts": "contents fixed_head head in_float64",
     "pipelines": "shard_files stacking_problem",
     "sources": "Change Data Source open_data source unchanged",
     "streams": "StreamData StreamSource no_rows",

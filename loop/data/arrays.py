@@ -12,7 +12,7 @@ from loop.data.example_parts import flatten, refuse_masked
 from loop.data.examples import as_array
 from loop.data.joined import Sequences
 from loop.data.padding import FillValues, Padding, as_padding
-from loop.data.sequence_arrays import as_sequences, is_list_of_examples, lengths_of
+from loop.data.sequence_arrays import as_sequences, is_list_of_examples, range_of_lengths
 from loop.errors import UsageError
 
 Given: TypeAlias = Any
@@ -187,7 +187,7 @@ def _converted(
         _check_is_no_list_of_arrays(name, arrays)
         which = f"array {name!r}: " if len(converted) > 1 or before_padding else ""
         raise UsageError(
-            f"ArrayData: {which}examples of different lengths ({lengths_of(array)}): {before_padding}give "
+            f"ArrayData: {which}examples of different lengths ({range_of_lengths(array)}): {before_padding}give "
             "padding=loop.Padding(), which pads each batch to its longest example and adds a mask; or cut all examples "
             "to one length"
         )

@@ -113,14 +113,14 @@ def _shares(n: int, replicas: int, parts: int) -> list[int]:
     # In the order in which a batch is cut: first into micro-batches, and each of these into replicas' shares.
     sizes = set()
     for part in range(parts):
-        low, high = rows(n, part, parts)
+        low, high = part_bounds(n, part, parts)
         for replica in range(replicas):
-            start, end = rows(high - low, replica, replicas)
+            start, end = part_bounds(high - low, replica, replicas)
             sizes.add(end - start)
     return sorted(sizes - {0})
 
 
-def rows(n: Number, part: Number | int, parts: int) -> tuple[Number, Number]:
+def part_bounds(n: Number, part: Number | int, parts: int) -> tuple[Number, Number]:
     """Where part number `part` of n rows begins and ends. Parts are contiguous and differ by one row at most."""
     # By integers alone, so that Python and the graph come to the same; neighbors share a border, whatever n is.
     return part * n // parts, (part + 1) * n // parts

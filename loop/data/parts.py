@@ -18,7 +18,7 @@ from loop.errors import UsageError
 from loop.task import Dataset
 
 
-def part(data: Dataset, examples: int) -> Dataset:
+def head(data: Dataset, examples: int) -> Dataset:
     """The first examples of what a task returned, of the same type. What isn't data stays as it is."""
     if isinstance(data, ArrayData | IndexedData):
         return data.head(examples)
@@ -59,7 +59,7 @@ def contents(data: Dataset, examples: int) -> Iterator[np.ndarray]:
             yield from map(np.asarray, tf.nest.flatten(example))
 
 
-def first(data: Dataset, size: int) -> Dataset:
+def fixed_head(data: Dataset, size: int) -> Dataset:
     """The first examples of what a task returned, the same ones each time that they are read; of a stream in memory."""
     if isinstance(data, ArrayData | IndexedData):
         return data.head(size)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
-from loop.data.batch import RowCounts, row_counts, rows
+from loop.data.batch import RowCounts, part_bounds, row_counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +65,9 @@ class RowShares:
         # The same arithmetic as in `places`, by Python's integers.
         ranges = []
         for part in range(parts):
-            low, high = rows(n, part, parts)
-            first, _ = rows(high - low, self.first, self.replicas)
-            _, last = rows(high - low, self.first + self.local - 1, self.replicas)
+            low, high = part_bounds(n, part, parts)
+            first, _ = part_bounds(high - low, self.first, self.replicas)
+            _, last = part_bounds(high - low, self.first + self.local - 1, self.replicas)
             ranges.append(np.arange(low + first, low + last))
         return np.concatenate(ranges)
 
@@ -81,8 +81,8 @@ class RowShares:
             the micro-batch. int64 [] each.
         """
         _, n = self.extent(step)
-        low, high = rows(n, part, parts)
-        first, last = rows(high - low, tf.cast(replica, tf.int64), self.replicas)
+        low, high = part_bounds(n, part, parts)
+        first, last = part_bounds(high - low, tf.cast(replica, tf.int64), self.replicas)
         own_low, own_high = self._own(n, parts)
 
         # The worker's rows start with those of the micro-batches before this one. Rows of this micro-batch that belong
@@ -113,7 +113,7 @@ class RowShares:
 
     def _own(self, n: tf.Tensor, parts: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Where the worker's rows begin and end in each micro-batch of a global batch of n rows: int64 [parts] each."""
-        low, high = rows(n, tf.range(parts, dtype=tf.int64), parts)
-        first, _ = rows(high - low, self.first, self.replicas)
-        _, last = rows(high - low, self.first + self.local - 1, self.replicas)
+        low, high = part_bounds(n, tf.range(parts, dtype=tf.int64), parts)
+        first, _ = part_bounds(high - low, self.first, self.replicas)
+        _, last = part_bounds(high - low, self.first + self.local - 1, self.replicas)
         return low + first, low + last

@@ -85,6 +85,6 @@ def is_list_of_examples(given: Given) -> bool:
     return of_objects and isinstance(next(iter(given), None), np.ndarray | list | tuple)
 
 
-def lengths_of(examples: Sequences) -> str:
+def range_of_lengths(examples: Sequences) -> str:
     """The range of lengths, for errors: `3 to 17`."""
     return f"{examples.sizes.min()} to {examples.sizes.max()}"

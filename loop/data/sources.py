@@ -17,7 +17,7 @@ from loop.data.host_random import random_state, seed_generators, set_random_stat
 from loop.data.indexed import IndexedData
 from loop.data.indexed_source import IndexedSource
 from loop.data.padded_arrays import PaddedArraySource
-from loop.data.parts import first, no_examples
+from loop.data.parts import fixed_head, no_examples
 from loop.data.pipelines import check_spec, one_order_an_epoch, warn_of_shuffle_that_goes_on
 from loop.data.streams import StreamData, StreamSource
 from loop.errors import UsageError
@@ -89,7 +89,7 @@ def open_data(task: TrainTask, options: Options, change: Change = unchanged) -> 
     overfit = options["overfit"]
     data = change(task.train_data(), options)
     if overfit is not None:
-        data = first(data, overfit * options["batch_size"])
+        data = fixed_head(data, overfit * options["batch_size"])
 
     # `made_again` is called only where a stream is resumed by the state of its iterator.
     train = source(data, batching, "train_data()", lambda: made_again(task, options, change))

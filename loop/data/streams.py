@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from loop.backends.base import Backend
-from loop.data.batch import BatchOptions, Feed, RowCounts, Rows, count, row_counts, rows
+from loop.data.batch import BatchOptions, Feed, RowCounts, Rows, count, part_bounds, row_counts
 from loop.data.generators import check_made_anew, open_generators
 from loop.data.host_random import RandomState, set_random_state
 from loop.data.padded_streams import PaddedBatches
@@ -305,9 +305,9 @@ class StreamSource:
         start = tf.constant(0, tf.int64)
         stop = count(batch)
         if parts > 1:
-            start, stop = rows(stop, part, parts)
+            start, stop = part_bounds(stop, part, parts)
         # `replica` counts the replicas of all workers; this batch is shared by those from `_first` on.
-        first, end = rows(stop - start, tf.cast(replica, tf.int64) - self._first, self._replicas)
+        first, end = part_bounds(stop - start, tf.cast(replica, tf.int64) - self._first, self._replicas)
         low = start + first
         high = start + end
         # If each worker reads a part of its own, its rows come after those of the workers of lower rank.

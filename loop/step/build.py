@@ -320,7 +320,7 @@ def _by_lookup(
         with tf.GradientTape() as tape, probing(batch):
             loss = task.compute(model, batch, training=False)["loss"]
         gradients = tape.gradient(loss, as_tf(variables))
-        return list(map(lookups.rows_of, gradients))
+        return list(map(lookups.row_indices, gradients))
 
     def looked_up(batch: Batch) -> list[np.ndarray]:
         logger = tf.get_logger()

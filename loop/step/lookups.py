@@ -27,7 +27,7 @@ from loop.step.gradients import each_row_once
 from loop.task import Batch, Optimizer
 
 LookedUp: TypeAlias = Callable[[Batch], Sequence[np.ndarray]]
-"""Computes `rows_of` the gradient of each variable for a batch."""
+"""Computes `row_indices` the gradient of each variable for a batch."""
 
 _CODE = 4096
 """An index is sent as two floats, its quotient and remainder by this number: exact for tables of up to 2**36 rows."""
@@ -55,7 +55,7 @@ def matter(optimizer: Optimizer) -> bool:
     return type(optimizer) is not keras.optimizers.SGD or bool(clips)
 
 
-def rows_of(gradient: Gradient) -> tf.Tensor:
+def row_indices(gradient: Gradient) -> tf.Tensor:
     """The indices of the rows in a sparse gradient, int64 [lookups]; none for a dense gradient."""
     # Types of less than 4 bytes can't hold the two floats of an index exactly.
     if not isinstance(gradient, tf.IndexedSlices) or gradient.values.dtype.size < 4:
@@ -82,7 +82,7 @@ def kinds(looked_up: LookedUp, example: Batch, names: Sequence[str], fixed_rows:
     """Finds which variables get gradients by lookups, and of which kind, by trying batches of one and two examples.
 
     Args:
-        looked_up: computes `rows_of` the gradient of each variable for a batch.
+        looked_up: computes `row_indices` the gradient of each variable for a batch.
         example: a few examples as a batch.
         names: the names of the variables.
         fixed_rows: the number of rows that a batch must have; None: any number.

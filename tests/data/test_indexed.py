@@ -53,7 +53,7 @@ from loop.data.batch_layout import BatchLayout
 from loop.data.examples import checked, specs_of
 from loop.data.graph_ahead import GraphReadAhead
 from loop.data.host_reader import HostReader
-from loop.data.parts import first
+from loop.data.parts import fixed_head
 from loop.data.pending_batches import PendingBatches, Position
 from loop.data.random_access import ArrayRows, reader_of
 from loop.data.read_ahead import ReadAhead
@@ -1713,7 +1713,7 @@ def test_no_example_of_a_mixture_comes_twice_in_an_epoch(sizes, share):
 
 def test_the_first_examples_of_a_mixture_are_the_same_in_each_epoch():
     data, [expected] = _mixed(1, shuffle=False)
-    made = source(first(data, 10), BatchOptions(10, seed=2), "train_data()")  # as for `overfit`
+    made = source(fixed_head(data, 10), BatchOptions(10, seed=2), "train_data()")  # as for `overfit`
     for epoch in (0, 1, 2, EVALUATION_EPOCH):
         batch = made.read_batch((), tf.constant(epoch, tf.int64), tf.constant(0, tf.int64))[1]
         assert batch.numpy().tolist() == expected[:10]

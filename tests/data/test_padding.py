@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from loop import ArrayData, IndexedData, Padding, StreamData, TrainTask, UsageError, fit
 from loop.backends import create
-from loop.data import BatchOptions, count, first, in_float64, open_data, part, source
+from loop.data import BatchOptions, count, fixed_head, head, in_float64, open_data, source
 from loop.data.buckets import LengthBuckets
 from loop.options import with_defaults
 from loop.run.serving import served_by
@@ -207,7 +207,7 @@ def test_what_examples_of_different_lengths_may_be():
     assert [each.shape for each in source(alike, BatchOptions(2), "data").head(2)] == [(2, 2), (2, 2)]
     halves = in_float64(ArrayData([[0.5], [1.5, 2.5]], padding=np.float16(0)))
     assert source(halves, BatchOptions(2), "data").head(2)[0].dtype == tf.float64
-    assert part(ArrayData(tokens, odd, padding=0), 2).size == 2
+    assert head(ArrayData(tokens, odd, padding=0), 2).size == 2
 
 
 @pytest.mark.parametrize("bucket_by", [False, True])
@@ -248,7 +248,7 @@ def test_streams_are_padded_and_opened_at_any_position(bucket_by):
             opened = new()
             again = opened.read_batch(opened.start(*position, state), *at(0, 0))
             np.testing.assert_array_equal(again["tokens"], batches[position]["tokens"])
-    in_memory = first(StreamData(pipeline(), Padding(-1)), 6)
+    in_memory = fixed_head(StreamData(pipeline(), Padding(-1)), 6)
     assert set(source(in_memory, BatchOptions(6), "data").head(6)) == {"tokens", "place", "mask"}
 
 
@@ -262,7 +262,7 @@ def _length(pair):
 
 
 @pytest.mark.parametrize("ragged", [True, False])
-@pytest.mark.parametrize("change", [lambda data: data, lambda data: first(data, 3), in_float64])
+@pytest.mark.parametrize("change", [lambda data: data, lambda data: fixed_head(data, 3), in_float64])
 def test_examples_of_a_stream_may_be_named_tuples(change, ragged):
     # Functions get them whole, unlike the parts of a plain tuple.
     if ragged:
@@ -339,7 +339,7 @@ def _indexed(data):
             r"different shapes .*return loop.StreamData\(dataset, padding=loop.Padding\(\)\)",
         ),
         (
-            lambda: first(tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3]])), 2),
+            lambda: fixed_head(tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3]])), 2),
             r"different shapes .*return loop.StreamData\(dataset, padding=loop.Padding\(\)\)",
         ),
         (
@@ -560,7 +560,7 @@ def test_batches_are_refused_by_name(pipeline, size):
     if not isinstance(data, StreamData):
         StreamData(data, check_batched=False)
         with pytest.raises(UsageError, match="yields batches"):
-            first(data, 8)
+            fixed_head(data, 8)
 
 
 @pytest.mark.parametrize(

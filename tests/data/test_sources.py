@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loop import ArrayData, IndexedData, Padding, UsageError
 from loop.backends.base import Backend
 from loop.backends.devices import logical_cpus
-from loop.data import BatchOptions, StreamSource, count, first, source
+from loop.data import BatchOptions, StreamSource, count, fixed_head, source
 
 
 class Worker(Backend):
@@ -254,7 +254,7 @@ def test_a_look_at_a_stream_draws_as_many_numbers_each_time():
 def test_the_first_examples_of_a_stream_keep_their_dtypes(shape):
     arrays = {dtype: np.full([4, *shape], 1, dtype) for dtype in ("uint8", "int64", "float32", "complex64", "bool")}
     arrays["text"] = np.full([4, *shape], b"a\0", object)
-    held = first(tf.data.Dataset.from_tensor_slices(arrays), 3).arrays  # as for `overfit`
+    held = fixed_head(tf.data.Dataset.from_tensor_slices(arrays), 3).arrays  # as for `overfit`
     for name, array in arrays.items():
         assert held[name].dtype == array.dtype
         np.testing.assert_array_equal(held[name], array[:3])
