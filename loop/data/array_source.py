@@ -201,7 +201,7 @@ class ArraySource(PositionSource):
         """Whether a batch may have an empty part, if it is cut into so many parts."""
         return self._shares.leave_some_without(parts)
 
-    def most(self, parts: int) -> int:
+    def most_rows(self, parts: int) -> int:
         """The greatest number of rows of a micro-batch, over all replicas, if a batch is cut into so many."""
         return -(-self.options.batch_size // parts)
 

@@ -160,7 +160,7 @@ class StreamSource:
         split.layout = [policy, backend.workers]
         return split
 
-    def most(self, parts: int) -> int:
+    def most_rows(self, parts: int) -> int:
         """The greatest number of rows of a micro-batch, over all replicas, if a batch is cut into so many."""
         # Each worker cuts its own batch, and rounds up by itself.
         workers = self._batch_size // self.options.batch_size

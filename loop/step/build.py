@@ -155,9 +155,9 @@ def build(
             shards = _built_optimizers(optimizers, trainable_variables(model), backend, sharded)
 
         _check_metric_values(metrics, names, minimized)
-        by_lookup, tables = _by_lookup(task, model, optimizers, backend, example, trial.fixed)
+        by_lookup, tables = _by_lookup(task, model, optimizers, backend, example, trial.fixed_rows)
     return BuiltModel(
-        model, optimizer, optimizers, minimized, names, metrics, penalties, by_lookup, tables, trial.fixed, shards
+        model, optimizer, optimizers, minimized, names, metrics, penalties, by_lookup, tables, trial.fixed_rows, shards
     )
 
 
@@ -229,7 +229,7 @@ def _try_compute(
         names = trial.names(compute)
         penalties = compute.found(trial)
         # A layer that isn't Keras's may add a sum over rows in training alone. One replica with all rows may have it.
-        if trial.shares_batches and not penalties.grow and trial.fixed is None and _has_own_layers(model):
+        if trial.shares_batches and not penalties.grow and trial.fixed_rows is None and _has_own_layers(model):
             # A mistake in it shows when the step is traced.
             with contextlib.suppress(Exception), put_back(_state(task, model, made, backend)):
                 penalties = compute.found_in_training(trial, penalties)

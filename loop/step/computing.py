@@ -179,7 +179,7 @@ class Computing:
         self, source: Source, rows: Rows, stand_in: Batch | None, parts: int, phase: int = 0
     ) -> Iterator[Replica]:
         """The replica within which `compute` is traced; see `Replica` and `of_rows` for the arguments."""
-        replica = Replica(self._backend, rows, self._seed, source.most(parts), phase)
+        replica = Replica(self._backend, rows, self._seed, source.most_rows(parts), phase)
         compiled = self.compiles(source)
         replica.use_stand_in(stand_in, compiled)
         replica.fixed_rows = self._fixed_rows

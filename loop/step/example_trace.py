@@ -40,7 +40,7 @@ class Trial:
         example: a few examples as a batch.
         rows: the numbers of rows that batches have in the run; None: not known.
         metrics: Keras metrics by the name of the value that each is updated with.
-        fixed: the number of rows that a batch must have; None: any number.
+        fixed_rows: the number of rows that a batch must have; None: any number.
         seen: what the last function has returned for a few examples, and for the first of them alone; None: it takes
             batches of one size alone, or it has called `all_gather`.
     """
@@ -60,7 +60,7 @@ class Trial:
         if rows is not None:
             likely.append(rows.batch_size)
         self._likely = [size for size in dict.fromkeys(likely) if size]
-        self.fixed: int | None = None
+        self.fixed_rows: int | None = None
         self.seen: tuple[Values, Values] | None = None
 
     def names(self, compute: Compute) -> list[str]:
@@ -70,11 +70,11 @@ class Trial:
             UsageError: the values are not as they must be, or the run has batches that the function doesn't take.
         """
         # Found by an earlier trial: `compute` is tried before each `minimize` of a `train_step`.
-        if self.fixed is not None:
-            return self._of_size(compute, self.fixed)
+        if self.fixed_rows is not None:
+            return self._of_size(compute, self.fixed_rows)
         names, fixed = self._first_that_works(lambda: self._of_few(compute), lambda n: self._of_size(compute, n))
         if fixed is not None:
-            self.fixed = fixed
+            self.fixed_rows = fixed
             self._check_others(compute, fixed)
         return names
 

@@ -272,7 +272,7 @@ class ForwardPass:
             tf.IndexedSlices(values, gradient.indices),
             self._by_lookup[index],
             examples=count(replica.batch),
-            most=-(-context.source.most(parts) // replicas),
+            most=-(-context.source.most_rows(parts) // replicas),
             place=part * replicas + tf.cast(context.backend.replica(), tf.int64),
             places=replicas * parts,
         )

@@ -40,7 +40,7 @@ def warn_of_loss(
         names: the names of its values.
     """
     sums = MetricSums(names, trial.metrics)
-    if not trial.shares_batches or (trial.seen is None and trial.fixed is None):
+    if not trial.shares_batches or (trial.seen is None and trial.fixed_rows is None):
         return
     if trial.seen is None:  # `compute` doesn't take a single example, but several
         if not _adds_up(lambda batch: compute(batch, training=True), trial.example, trial, backend, model, sums):
@@ -74,7 +74,7 @@ def warn_of_minimized(trial: Trial, model: Model, backend: Backend, values: Comp
     """
     if warn_of_state(as_in_replica(backend, values), trial, model) or not trial.shares_batches:
         return
-    if trial.seen is None and trial.fixed is None:  # with `all_gather`, to look at all rows is the purpose
+    if trial.seen is None and trial.fixed_rows is None:  # with `all_gather`, to look at all rows is the purpose
         return
     if not _adds_up(values, trial.example, trial, backend, model, MetricSums(names, trial.metrics)):
         _warn_of_neighbors(trial, bool(seeds(model)))
@@ -187,7 +187,7 @@ def warn_of_state(compute: Compute, trial: Trial, model: Model) -> bool:
         model: the model.
     """
     variables = shares.changing(model)
-    if not trial.shares_batches or trial.fixed is not None or not variables:
+    if not trial.shares_batches or trial.fixed_rows is not None or not variables:
         return False
     gathers = all_gathers()
     before = [variable.numpy() for variable in variables]

@@ -96,7 +96,7 @@ class PenaltyTrial:
 
     def _warn(self, trial: Trial) -> None:
         """Warns of means over rows that replicas or micro-batches can't put together from those of their own rows."""
-        if not trial.shares_batches or trial.fixed is not None:
+        if not trial.shares_batches or trial.fixed_rows is not None:
             return
         with contextlib.suppress(Exception):  # a mistake in it shows when the step is traced
             layer = self._not_by_rows(trial)

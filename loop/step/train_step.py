@@ -300,7 +300,7 @@ def _make_context(
     # A single worker that reads arrays never blocks, so it needn't note in which phase of a step it is.
     waits = backend.workers > 1 or any(map(_may_block, data.sources))
     metric_sums = {name: MetricSums(names, built.metrics) for name, names in built.minimized.items()}
-    most_rows = -(-data.train.most(plan.accumulate) // backend.replicas)  # of a replica in a micro-batch, rounded up
+    most_rows = -(-data.train.most_rows(plan.accumulate) // backend.replicas)  # of one replica, rounded up
     return StepContext(
         plan=plan,
         task=task,
