@@ -22,7 +22,7 @@ from loop import UsageError, fit
 from loop.backends.parameter_server import _partitioner, answers
 from loop.launch import machine
 from loop.launch.backend_choice import choose_backend
-from loop.launch.environment import read_tf_config, tf_cluster
+from loop.launch.environment import START_TIMEOUT, read_tf_config, tf_cluster
 from loop.options import read_partition
 from loop.target import task_loader
 from tests import conformance
@@ -100,6 +100,34 @@ def test_partitions_are_read(text, read):
 def test_partitions_that_mean_nothing_are_refused(text):
     with pytest.raises(UsageError, match=f"partition='{text}': give fixed:N shards"):
         read_partition(text)
+
+
+FAILING = """
+import json, os, socket, sys, threading, time
+from loop.backends.parameter_server import ParameterServer
+
+def serve():
+    server = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=lambda: [server.accept() for _ in range(99)], daemon=True).start()
+    return f"127.0.0.1:{server.getsockname()[1]}"
+
+cluster = {"chief": ["127.0.0.1:1", serve()], "worker": [serve()], "ps": [serve()]}
+os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}})
+try:
+    ParameterServer()
+except ValueError as error:
+    time.sleep(5)
+    sys.exit(0 if "at most one 'chief'" in str(error) else str(error))
+"""
+
+
+def test_a_start_that_fails_leaves_no_timer_that_ends_the_process():
+    """Such as that of a notebook: it was ended when the start timeout was over."""
+    done = subprocess.run(
+        [sys.executable, "-X", "warm", "-c", FAILING],
+        capture_output=True, text=True, timeout=100, env={**os.environ, START_TIMEOUT: "4", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def in_servers(directory, partition, cases):
