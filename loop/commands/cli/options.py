@@ -1,4 +1,8 @@
-"""The arguments and options that several commands have, each declared once: its type, its name and its help."""
+"""The arguments and options of most commands, each declared once: its type, its name and its help.
+
+Those of `train` alone are in `train_arguments`; those of some other commands in `check_options`, `runs_options` and
+`search_options`.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +117,7 @@ _NAMED = "A name, the beginning of one, a path, a URL, or latest."
 Name = Annotated[str, Argument(metavar="RUN", help=_NAMED, autocompletion=completion.runs)]
 Names = Annotated[list[str], Argument(metavar="RUN", help=_NAMED, autocompletion=completion.runs)]
 
-# Options of train, and of commands that train as it does; those of train alone are in `train_arguments`.
+# Options of train, and of commands that train as it does.
 Launcher = Annotated[str | None, hosts(metavar="ray", help="What starts the workers, if not tfloop itself: ray.")]
 Address = Annotated[str | None, hosts(metavar="HOST:PORT", help="The head of the Ray cluster, or auto.")]
 CpusPerWorker = Annotated[int | None, hosts(metavar="N", help="CPUs that Ray counts for each worker; 1.")]
