@@ -26,7 +26,7 @@ from loop.task import Batch, TrainTask
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepContext:
-    """What all traces of a step share. A trace reads it, and changes only `computing`."""
+    """What all traces of a step share. A trace reads it, and notes in `computing` and `remat` what it has shown."""
 
     plan: StepPlan  # the decisions that hold for every step
     task: TrainTask

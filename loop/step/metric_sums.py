@@ -191,7 +191,7 @@ def checked_metrics(metrics: object) -> dict[str, keras.metrics.Metric]:
     """The metrics that a task has built, checked.
 
     Raises:
-        UsageError: an object isn't Keras 3 metric, or has a name that is taken.
+        UsageError: an object isn't a metric of Keras 3, or has a name that is taken.
     """
     if not isinstance(metrics, Mapping):
         raise UsageError(f"build_metrics() returned {type(metrics).__name__}: return a dict of keras.metrics by name")
