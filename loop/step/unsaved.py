@@ -29,6 +29,8 @@ _REMEDY = (
     "keras.random.SeedGenerator(1)"
 )
 
+_NO_DRAWS = ("Cudnn", "ComputeAccidentalHits")
+"""How the names of operations begin that have a seed and draw nothing: those of cuDNN do so without dropout."""
 _CHANGES_TABLE = ("LookupTableInsertV2", "LookupTableRemoveV2", "LookupTableImportV2")
 """The operations that change a table of `tf.lookup`."""
 _CALLS_PYTHON = ("PyFunc", "EagerPyFunc")
@@ -57,9 +59,11 @@ def warn_of_unsaved(
     nodes = list(_nodes(graph))
     draws = _hidden_draws(nodes)
     if draws:
+        sampled = "CandidateSampler" in "".join(draws)
+        given = "; give a sampled loss such classes as its sampled_values" if sampled else ""
         warnings.warn(
             f"the steps draw random numbers with {', '.join(draws)}, whose state TensorFlow hides: a resumed run and "
-            f"another number of replicas draw other ones. {_REMEDY}",
+            f"another number of replicas draw other ones. {_REMEDY}{given}",
             stacklevel=2,
         )
     if any(node.op in _CHANGES_TABLE for node in nodes):
@@ -202,10 +206,10 @@ def _trainable(attribute: object) -> list[tf.Variable]:
 
 def _hidden_draws(nodes: Sequence[tf.compat.v1.NodeDef]) -> list[str]:
     """The names of those operations that draw random numbers from a state of their own."""
-    # All operations of this kind have this attribute; those of cuDNN have it, too, and draw nothing without dropout.
+    # All operations that draw have this attribute.
     names = set()
     for node in nodes:
-        if "seed2" in node.attr and not node.op.startswith("Cudnn"):
+        if "seed2" in node.attr and not node.op.startswith(_NO_DRAWS):
             names.add(node.op)
     return sorted(names)
 

@@ -225,6 +225,17 @@ class SeedOfTheModel(Task):
         return keras.random.uniform(tf.shape(batch)[:1], seed=model.seed)
 
 
+class SampledLoss(SeedOfTheModel):
+    """Draws the classes of a sampled loss with the seed of the model."""
+
+    def factor(self, model, batch, training):
+        classes = tf.cast(keras.random.randint([2], 0, 9, seed=model.seed), tf.int64)
+        labels = tf.cast(batch[:, :1] > 0, tf.int64)
+        sampled = classes, tf.ones_like(batch[:, :1]), tf.ones([2])
+        weights = tf.ones([9, 4]), tf.zeros([9])
+        return tf.nn.sampled_softmax_loss(*weights, labels, batch, 2, 9, sampled_values=sampled)
+
+
 def test_random_numbers_whose_state_is_hidden_are_named(quiet):
     with pytest.warns(UserWarning, match="the steps draw random numbers with RandomUniform, whose state"):
         fit(HiddenSeed(), callbacks=quiet(), batch_size=8)
@@ -281,7 +292,7 @@ class SeedOfAModule(SeedOfTheModel):
         return Line()
 
 
-@pytest.mark.parametrize("kind", [InTheModel, Teacher, SeedOfTheModel, SeedOfAModule])
+@pytest.mark.parametrize("kind", [InTheModel, Teacher, SeedOfTheModel, SeedOfAModule, SampledLoss])
 def test_what_is_saved_or_never_changed_is_not_named(kind, quiet, tmp_path):
     def weights(*epochs):
         for epoch in epochs:
