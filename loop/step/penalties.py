@@ -15,12 +15,12 @@ from loop.model.variables import layers, losses
 from loop.step.example_trace import Trial
 from loop.step.mistakes import ERRORS
 from loop.step.replica import as_in_replica, probing
-from loop.step.shares import ShareTrial
+from loop.step.shares import ORDERS, ShareTrial
 from loop.task import Batch, Model, Values
 
 _ORDER = (0, 2, 2, 1, 0, 1, 1, 0)
-"""Which of a few examples are tried. The two shares have different ones: else the mean over the examples that a mask
-leaves would be the same in both."""
+"""Which of a few examples are tried first. The two shares have different ones: else the mean over the examples that a
+mask leaves would be the same in both."""
 
 
 class Penalties(NamedTuple):
@@ -138,7 +138,8 @@ class PenaltyTrial:
             self._model,
             times_rows,
             trial.rows,
-            [_ORDER],
+            # In one order alone, both shares might have examples that the same experts of a mixture take, by chance.
+            [_ORDER, *ORDERS],
         )
         wrong = as_in_replica(self._backend, shares.first_wrong)()
         return None if wrong is None else names[wrong]
