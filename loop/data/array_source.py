@@ -15,6 +15,7 @@ from loop.data import shared_arrays
 from loop.data.batch import BatchOptions, Feed, ReadBatch, RowCounts, Rows
 from loop.data.host_random import RandomState
 from loop.data.order import shuffled
+from loop.data.padding import leaf_names
 from loop.data.row_shares import RowShares
 from loop.errors import UsageError
 from loop.task import Batch
@@ -104,7 +105,8 @@ class ArraySource(PositionSource):
 
     def _load(self, arrays: Any) -> Batch:
         """The arrays as tensors."""
-        return tf.nest.map_structure(constant, arrays)
+        tensors = list(map(constant, tf.nest.flatten(arrays), leaf_names(arrays)))
+        return tf.nest.pack_sequence_as(arrays, tensors)
 
     def head(self, count: int) -> Batch:
         """The first examples, as a batch."""
@@ -225,13 +227,15 @@ class ArraySource(PositionSource):
         return None if self.leaves_out else self._shares.even_count(parts)
 
 
-def constant(array: np.ndarray) -> tf.Tensor:
-    """The examples of an array as a tensor: a copy, but of an array that workers share."""
+def constant(array: np.ndarray, name: str | int) -> tf.Tensor:
+    """The examples of the array of this name as a tensor: a copy, but of an array that workers share."""
     try:
         tensor = shared_arrays.as_tensor(array)
         return tf.constant(array) if tensor is None else tensor
     except (TypeError, ValueError) as error:
+        # A table of pandas whose columns have several types is such an array.
+        columns = ", or the columns of a table as dict(table)" if array.dtype == object and array.ndim == 2 else ""
         raise UsageError(
-            f"ArrayData: an array of dtype {array.dtype}, shape {list(array.shape)}, isn't a tensor ({error}): give "
-            "numbers or text, all examples of one shape"
+            f"ArrayData: array {name!r} of dtype {array.dtype}, shape {list(array.shape)}, isn't a tensor ({error}): "
+            f"give numbers or text, all examples of one shape{columns}"
         ) from None

@@ -150,7 +150,7 @@ class PaddedArraySource(ArraySource):
             if isinstance(array, Sequences):
                 self._padded[name] = self._tensors_of(name, array)
             else:
-                tensors[name] = constant(array)
+                tensors[name] = constant(array, name)
         self._masked = self._padding.masked(list(self._padded))
         return tensors
 
@@ -159,7 +159,7 @@ class PaddedArraySource(ArraySource):
         pieces, firsts = _cut(array, _positions(array), value)
         with tf.device("CPU:0"):
             counts = _in_pieces(array.shapes, pieces.shape[1])
-            return _Padded(constant(pieces), tf.constant(array.shapes), tf.constant(counts), tf.constant(firsts))
+            return _Padded(constant(pieces, name), tf.constant(array.shapes), tf.constant(counts), tf.constant(firsts))
 
     def head(self, count: int) -> Batch:
         size = min(count, self.size)

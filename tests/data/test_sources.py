@@ -4,6 +4,7 @@ import itertools
 import warnings
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.sparse
 import tensorflow as tf
@@ -349,7 +350,15 @@ MASKED = np.ma.masked_equal(np.arange(3), 1)
         (lambda: source(tf.data.Dataset.range(0), BatchOptions(4), "eval_data()"), r"eval_data\(\) has no examples"),
         (
             lambda: source(ArrayData(np.array([1, object()], object)), BatchOptions(4), "x"),
-            r"dtype object, shape \[2\], isn't a tensor .* all examples of one shape",
+            r"array 0 of dtype object, shape \[2\], isn't a tensor .* all examples of one shape$",
+        ),
+        (
+            lambda: source(ArrayData({"a": np.zeros(2), "b": np.zeros(2, "M8[s]")}, np.zeros(2)), BatchOptions(4), "x"),
+            r"array '0/b' of dtype datetime64\[s\]",
+        ),
+        (
+            lambda: source(ArrayData(pd.DataFrame({"a": [0.1, 0.2], "b": ["x", "y"]})), BatchOptions(4), "x"),
+            r"array 0 of dtype object, .* or the columns of a table as dict\(table\)",
         ),
         (
             lambda: source(tf.data.Dataset.range(3).map(lambda x: (x, None)), BatchOptions(4), "x"),
