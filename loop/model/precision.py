@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Iterator
 
 import keras
@@ -31,3 +32,21 @@ def keras_precision(precision: str) -> Iterator[None]:
             legacy.backend.set_floatx(floatx)
             legacy.mixed_precision.set_global_policy(PRECISIONS[precision])
         yield
+
+
+def warn_of_policy(precision: str) -> None:
+    """Warns if the user has set a dtype policy of Keras that layers don't have, because `precision` wasn't given."""
+    policies = [keras.config.dtype_policy().name]
+    legacy = sys.modules.get("tf_keras")
+    if legacy:
+        policies.append(legacy.mixed_precision.global_policy().name)
+    by_policy = dict(zip(PRECISIONS.values(), PRECISIONS, strict=True))
+    for policy in policies:
+        if precision == "float32" and policy != "float32":
+            option = by_policy.get(policy)
+            fix = f"precision={option!r}" if option else f"another precision ({', '.join(PRECISIONS)})"
+            warnings.warn(
+                f"the dtype policy of Keras is {policy!r}, but layers are made with the precision of the run, float32: "
+                f"give fit {fix}, or --precision on the command line",
+                stacklevel=2,
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from loop.model.precision import warn_of_policy
 from loop.run import compile_choice, run_directory
 from loop.run.bus import Bus
 from loop.run.phase_change import enter_phase
@@ -10,6 +11,8 @@ from loop.run.run import Run
 
 def set_up(run: Run, bus: Bus) -> None:
     """Takes the run to where it starts."""
+    if run.backend.is_chief:
+        warn_of_policy(run.options["precision"])
     # An error of a hook is deferred. All workers end with it at the next `synchronize`, so one follows each event.
     bus.fire("setup")  # before the step is made: a hook may change options
     run.calls.late_changes.check_setup()

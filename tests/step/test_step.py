@@ -27,6 +27,15 @@ def test_bfloat16_computes_in_it_and_keeps_float32_variables(quiet):
     assert keras.config.dtype_policy().name == "float32"  # given back
 
 
+def test_a_policy_of_keras_that_layers_do_not_have_is_said(quiet):
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        with pytest.warns(UserWarning, match=r"policy of Keras is 'mixed_bfloat16', .* give fit precision='bfloat16'"):
+            fit(Weighted(), steps=1, callbacks=quiet())
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
 @pytest.mark.parametrize("kind", [Legacy, Plain, Streamed])
 def test_every_kind_of_model_and_data(kind, quiet):
     one, two = (
