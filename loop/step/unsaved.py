@@ -29,6 +29,10 @@ _REMEDY = (
     "keras.random.SeedGenerator(1)"
 )
 
+_OF_SEQUENTIAL = (
+    "A Sequential model doesn't count layers and models that are its attributes: make a functional model of it, by "
+    "keras.Model(model.inputs, model.outputs), and give that the attribute"
+)
 _NO_DRAWS = ("Cudnn", "ComputeAccidentalHits")
 """How the names of operations begin that have a seed and draw nothing: those of cuDNN do so without dropout."""
 _CHANGES_TABLE = ("LookupTableInsertV2", "LookupTableRemoveV2", "LookupTableImportV2")
@@ -160,17 +164,29 @@ def _warn_of_held(unsaved: _Unsaved) -> None:
     if lost:
         warnings.warn(
             f"the steps change {_listed(lost)}, which no checkpoint has: a resumed run has the first value again. "
-            "Let the model have it, as by self.add_weight(trainable=False) in a layer; or the optimizer that changes "
-            f"it, as by self.add_variable(...) in its build(). {_REMEDY}",
+            + _remedy(
+                lost,
+                "Let the model have it, as by self.add_weight(trainable=False) in a layer; or the optimizer that "
+                f"changes it, as by self.add_variable(...) in its build(). {_REMEDY}",
+            ),
             stacklevel=3,
         )
     if untrained:
         warnings.warn(
             f"the steps use {_listed(untrained)}, which isn't a part of the model: it isn't trained, and no checkpoint "
-            "has it. To train it, make it in build_model() as an attribute of the model, in a layer by "
-            "self.add_weight(); to leave it as it is, set its trainable=False",
+            "has it. "
+            + _remedy(
+                untrained,
+                "To train it, make it in build_model() as an attribute of the model, in a layer by self.add_weight(); "
+                "to leave it as it is, set its trainable=False",
+            ),
             stacklevel=3,
         )
+
+
+def _remedy(names: list[str], usual: str) -> str:
+    """What to do, by the names of what is held outside of the model."""
+    return _OF_SEQUENTIAL if "Sequential." in "".join(names) else usual
 
 
 def _listed(names: list[str]) -> str:

@@ -153,6 +153,27 @@ class ModelInAList(HeadInTheTask):
         return tf.cast(self.heads[0](batch)[:, 0], tf.float32) ** 2
 
 
+class HeadOfTheModel(Task):
+    """A Sequential model doesn't count the layers that are its attributes, a functional one does."""
+
+    functional = False
+
+    def build_model(self):
+        model = super().build_model()
+        if self.functional:
+            model = keras.Model(model.inputs, model.outputs)
+        model.head = keras.layers.Dense(1)
+        model.head.build((None, 4))
+        return model
+
+    def factor(self, model, batch, training):
+        return tf.cast(model.head(batch)[:, 0], tf.float32) ** 2
+
+
+class HeadOfAFunctionalModel(HeadOfTheModel):
+    functional = True
+
+
 class WeightOfALoss(Task):
     def __init__(self):
         self.log_sigma = tf.Variable(0.0)
@@ -198,6 +219,11 @@ UNTRAINED = "the steps use {}, which isn't a part of the model"
         (InTheOptimizer, "NoisySGD.noise", LOST),
         (HeadInTheTask, "HeadInTheTask.head", UNTRAINED),
         (ModelInAList, "ModelInAList.heads", UNTRAINED),
+        (
+            HeadOfTheModel,
+            "Sequential.head",
+            f"{UNTRAINED}: it isn't trained, and no checkpoint has it. A Sequential model",
+        ),
         (WeightOfALoss, "WeightOfALoss.log_sigma", UNTRAINED),
         (WeightInALayer, "Weight.weight", UNTRAINED),
         (WithMetric, "Measuring.mean", "the steps update {}: such a metric is neither reported nor saved"),
@@ -292,7 +318,9 @@ class SeedOfAModule(SeedOfTheModel):
         return Line()
 
 
-@pytest.mark.parametrize("kind", [InTheModel, Teacher, SeedOfTheModel, SeedOfAModule, SampledLoss])
+@pytest.mark.parametrize(
+    "kind", [InTheModel, Teacher, SeedOfTheModel, SeedOfAModule, SampledLoss, HeadOfAFunctionalModel]
+)
 def test_what_is_saved_or_never_changed_is_not_named(kind, quiet, tmp_path):
     def weights(*epochs):
         for epoch in epochs:
