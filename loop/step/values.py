@@ -102,7 +102,8 @@ def check(
     if names is not None and set(returned) != set(names):
         raise UsageError(
             f"compute() returned {', '.join(names)} at first, and now {', '.join(returned)}: return the same values "
-            "always, with training=True too"
+            "always, with training=True too. For values of evaluations alone, define train_step(self, model, step), "
+            "with step.minimize(lambda batch: self.compute(model, batch, training=True)): its values may be others"
         )
     return returned
 

@@ -296,6 +296,21 @@ def test_means_and_misfits_are_refused(compute, message, quiet):
         fit(Wrong(), callbacks=quiet())
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_evaluations_may_have_other_values_as_the_message_says(replicas, quiet):
+    class Evaluated(Weighted):
+        def compute(self, model, batch, training):
+            values = super().compute(model, batch, training)
+            return values if training else values | {"extra": values["loss"] + 1}
+
+        def train_step(self, model, step):
+            step.minimize(lambda batch: self.compute(model, batch, training=True))
+
+    found = fit(Evaluated(), callbacks=quiet(), backend=create("mirrored", replicas)).metrics
+    assert "extra" not in found
+    assert found["eval_extra"] == pytest.approx(found["eval_loss"] + 1)
+
+
 def test_loss_scale_optimizer_is_refused(quiet):
     class Scaled(Plain):
         def build_optimizer(self):
