@@ -174,7 +174,8 @@ def _parse(kind: type, name: str, text: str, option: str) -> Value:
     shown = HIDDEN if is_secret(name) else text
     if not _can_be_typed(hint):
         raise UsageError(
-            f"{option} {name}={shown}: the field is of type {_described(hint)}, which can't be typed on a command line"
+            f"{option} {name}={shown}: the field is of type {_described(hint)}, which can't be typed on a command "
+            "line: make a subclass with another default, or call fit in Python"
         )
     takes_list = any(map(_is_sequence, _alternatives(hint)))
     form = "; a list is typed as A,B or [A,B], an empty one as []" if takes_list else ""

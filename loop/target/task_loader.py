@@ -116,7 +116,7 @@ def load(
     except TypeError as error:
         if fields is None:
             how = "its defaults"
-            fix = "give its fields by --set"
+            fix = "give its fields by --set, and the arguments of an __init__ of its own defaults"
         else:
             how = "the fields of the run"
             fix = "give the task that the run is of"
