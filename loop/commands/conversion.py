@@ -67,6 +67,10 @@ def _write_litert(function: tf.types.experimental.PolymorphicFunction, path: Pat
     concrete = function.get_concrete_function()
     # The converter of TensorFlow 2.21 loses the values of variables that it is handed: they become constants first.
     frozen = convert_to_constants.convert_variables_to_constants_v2(concrete)
+    for operation in frozen.graph.get_operations():
+        # Freezing makes a table of `tf.lookup` an input, which the function below can't give.
+        if operation.type.startswith("LookupTable"):
+            raise ValueError(f"'tf.{operation.type}' op")  # as the converter names what it doesn't know
     names = sorted(concrete.structured_outputs)
     module = tf.Module()
 

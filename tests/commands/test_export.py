@@ -342,6 +342,16 @@ class Unknown(Layered):
         return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1), keras.layers.Lambda(tf.math.bessel_i0e)])
 
 
+class LooksUp(Layered):
+    """A table of `tf.lookup`."""
+
+    def build_model(self):
+        lookup = keras.layers.IntegerLookup(vocabulary=[1, 2], output_mode="one_hot")
+        inputs = keras.Input((5,))
+        number = keras.layers.Lambda(lambda inputs: tf.cast(inputs[:, :1], tf.int64))(inputs)
+        return keras.Model(inputs, keras.layers.Dense(1)(lookup(number)))
+
+
 class Noisy(Layered):
     """Random numbers, which each runtime draws by itself."""
 
@@ -362,9 +372,11 @@ def test_what_another_runtime_lacks_or_computes_otherwise_is_refused_in_a_line(t
         ) as caught:
             export(Unknown(), run, tmp_path / name)
         assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match=r"m.tflite: LiteRT has no operation for TensorFlow's LookupTableFindV2"):
+        export(LooksUp(), trained(LooksUp()), tmp_path / "m.tflite")
     with pytest.raises(TrainingError, match=r"its outputs for 3 examples differ by \d"):
         export(Noisy(), trained(Noisy()), tmp_path / "m.onnx")
-    assert {path.name for path in tmp_path.iterdir()} == {"run-0", "run-1"}
+    assert {path.name for path in tmp_path.iterdir()} == {"run-0", "run-1", "run-2"}
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
