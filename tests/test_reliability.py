@@ -209,19 +209,24 @@ class Many(Plain):
 
 
 class Noise(keras.layers.Layer):
-    """Draws in evaluations, too, as the sampling of an autoencoder does; and counts what it has drawn."""
+    """Draws in evaluations, too, as the sampling of an autoencoder does; counts its calls, and changes its weights."""
 
     def build(self, shape):
         self.generator = keras.random.SeedGenerator(1)
         self.drawn = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False)
+        self.level = self.add_weight(shape=(), initializer="ones", trainable=False)
+        self.scale = self.add_weight(shape=(), initializer="ones")
 
     def call(self, inputs):
         self.drawn.assign_add(1)
-        return inputs + keras.random.normal(tf.shape(inputs), seed=self.generator) / tf.cast(self.drawn, tf.float32)
+        self.level.assign(0.9 * self.level)
+        self.scale.assign(0.9 * self.scale + self.level)
+        noise = keras.random.normal(tf.shape(inputs), seed=self.generator)
+        return self.scale * inputs + noise / tf.cast(self.drawn, tf.float32)
 
 
 class Noisy(Many):
-    """Its layer draws and counts, which an evaluation must not change for the training."""
+    """Its layer has state that it changes, which an evaluation must not do for the training."""
 
     def build_model(self):
         return keras.Sequential([keras.Input((5,)), Noise(), keras.layers.Dense(1)])
@@ -247,7 +252,7 @@ class InEvaluation(Callback):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_evaluations_do_not_change_what_layers_draw_and_count_in_training(replicas, quiet):
+def test_evaluations_do_not_change_the_state_of_layers_in_training(replicas, quiet):
     """Nor does the evaluation at the end of a run within an epoch, when the run goes on."""
 
     def weights(**options):

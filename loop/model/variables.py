@@ -147,16 +147,6 @@ def carried_variables(model: Model) -> list[tf.Variable]:
     return [variable for variable in as_tf(states) if id(variable) not in counted]
 
 
-def counters(model: Model) -> list[tf.Variable]:
-    """The integers among the variables that aren't trained: states of random generators, and counters."""
-    integers = []
-    for variable in model_variables(model):
-        # One that parameter servers hold in shards doesn't say whether it is trained, and can't be read as one tensor.
-        if variable.dtype.is_integer and not getattr(variable, "trainable", True):
-            integers.append(variable)
-    return integers
-
-
 def fixed_inputs(model: Model) -> list[int]:
     """The batch sizes that the inputs of a Keras model demand."""
     inputs = getattr(model, "inputs", None) if isinstance(model, keras_models()) else None

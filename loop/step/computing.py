@@ -30,7 +30,7 @@ from loop.step.example_trace import of_size, recorded
 from loop.step.mistakes import explained
 from loop.step.replica import CollectiveNeededError, Replica, within
 from loop.step.totals import Parts
-from loop.step.tracing import assigned
+from loop.step.tracing import changed
 from loop.task import Batch
 
 T = TypeVar("T")
@@ -216,7 +216,7 @@ class Computing:
         Raises:
             RetraceError: a layer does, and replicas without rows were traced to compute nothing.
         """
-        if not self._weights.isdisjoint(assigned(tf.compat.v1.get_default_graph())):
+        if not self._weights.isdisjoint(changed(tf.compat.v1.get_default_graph())):
             self.computed_by_all.add(source)
             replica.problem = RetraceError()
             raise replica.problem

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
@@ -12,15 +11,14 @@ from loop.backends.base import PerReplica
 from loop.data import EVALUATION_EPOCH, DataIterator, Feed, ReadBatch, Rows, Source, StreamSource, count
 from loop.errors import UsageError
 from loop.model.precision import keras_precision
-from loop.model.variables import carried_variables, counters
 from loop.monitor.phase_marker import ALL_REDUCE, HOST
 from loop.step.batches import Batches
 from loop.step.context import StepContext
 from loop.step.metric_sums import MetricSums
+from loop.step.own_state import OwnState
 from loop.step.totals import EvaluationLayout
 from loop.step.tracing import as_written, compiled
 from loop.step.values import rows_of
-from loop.step.variable_values import assign_values, read_values
 from loop.task import Batch, Values
 
 
@@ -52,11 +50,7 @@ class Evaluation:
                 "evaluated; or use eval_every='never'"
             )
         self._fill_up_to = self._rows_to_fill(context.built.fixed_rows)
-        # The states of stateful layers; what layers count or draw with, also outside of training; and the values of all
-        # of them in the evaluation, which begins with zeros, or with those of the training.
-        self._carried = carried_variables(context.built.model)
-        self._counters = counters(context.built.model)
-        self._own_values: list[tf.Tensor] = []
+        self._own_state = OwnState(context.built.model, context.backend)
         self._values = MetricSums(context.built.values, context.built.metrics)
         self._layout = EvaluationLayout(self._values)
         self._compile()
@@ -93,7 +87,7 @@ class Evaluation:
 
     def start(self) -> DataIterator:
         """Returns the iterator of the evaluation data, at its start. All workers must call it."""
-        self._own_values = [*map(tf.zeros_like, read_values(self._carried)), *read_values(self._counters)]
+        self._own_state.begin()
         # Before the first batch: replicas that gather statistics of their own would evaluate different models.
         self._average_statistics()
         return self.source.start(0, 0)
@@ -107,28 +101,15 @@ class Evaluation:
         # The length of a stream isn't known.
         left = (self.source.steps_per_epoch or np.iinfo(np.int64).max) - step
         steps = min(steps, left)
-        with self._context.averages.in_place(), self._own_state():
+        # The training must not depend on how often it is evaluated. The state is exchanged at each call, and not once
+        # for the evaluation: a run that is resumed from a checkpoint between two calls repeats the evaluation.
+        with self._context.averages.in_place(), self._own_state.in_place():
             parts = self._context.computing.call(
                 lambda: self._evaluate, iterator, EVALUATION_EPOCH, step, steps, self._compile
             )
         vectors = [vector for _, vector in parts]
         going, totals = self._layout.split_more(np.sum(vectors, 0))
         return step + steps if going and steps < left else None, totals
-
-    @contextlib.contextmanager
-    def _own_state(self) -> Iterator[None]:
-        """A context in which stateful layers and counters have the state of the evaluation."""
-        # The training must not depend on how often it is evaluated. The state is exchanged at each call, and not once
-        # for the evaluation: a run that is resumed from a checkpoint between two calls repeats the evaluation.
-        variables = self._carried + self._counters
-        training_values = read_values(variables)
-        assign_values(variables, self._own_values)
-        try:
-            yield
-        finally:
-            # Also after an error: training may go on, and must find its own state.
-            self._own_values = read_values(variables)
-            assign_values(variables, training_values)
 
     def means(self, totals: np.ndarray) -> dict[str, float]:
         """The means and metrics of totals, named `eval_...`, or `eval_<set>_...` if there are several sets."""
@@ -169,6 +150,7 @@ class Evaluation:
         marker.at(ALL_REDUCE, backend.first(totals))
         packed = backend.first(backend.run(summed, totals))
         marker.lap(HOST, packed)
+        self._own_state.note_changes()
         return packed
 
     def _add_batch(self, totals: tf.Tensor, feed: Feed) -> tf.Tensor:

@@ -11,11 +11,10 @@ import tensorflow as tf
 from loop.backends.base import Backend
 from loop.data import EVALUATION_EPOCH, Rows, Source, StreamSource, count
 from loop.errors import UsageError
-from loop.model.variables import carried_variables, counters
 from loop.step.build import BuiltModel
+from loop.step.own_state import OwnState
 from loop.step.replica import Replica, within
 from loop.step.tracing import compiled
-from loop.step.variable_values import assign_values, read_values
 from loop.task import Batch, Model
 
 Columns: TypeAlias = dict[str, np.ndarray]
@@ -48,10 +47,7 @@ class Prediction:
         self._check_size()
         self.blocks_read = 0
 
-        # A forward pass may change these variables. Each block starts with the same values, so that the order of the
-        # blocks doesn't matter.
-        self._state = [*carried_variables(self._model), *counters(self._model)]
-        self._initial = read_values(self._state)
+        self._own_state = OwnState(self._model, Backend())
 
         # One graph for blocks of all sizes: another graph may round otherwise, and the last block is a short one.
         examples, longer_examples = self._examples()
@@ -114,9 +110,11 @@ class Prediction:
 
     def _computed(self, number: int, rows: Rows) -> Columns:
         """What is predicted for the examples of a block."""
-        assign_values(self._state, self._initial)
         n = int(count(rows.batch))
-        outputs = self._forward(tf.nest.flatten(rows.batch), rows.index, tf.constant(number, tf.int64))
+        # Each block begins with the same state, so that the order of the blocks doesn't matter.
+        self._own_state.begin()
+        with self._own_state.in_place():
+            outputs = self._forward(tf.nest.flatten(rows.batch), rows.index, tf.constant(number, tf.int64))
         columns: Columns = {}
         for name, tensor in outputs.items():
             array = np.ascontiguousarray(tensor.numpy())
@@ -141,6 +139,7 @@ class Prediction:
             replica.fill_up(self._fixed_rows)
         with within(replica):
             outputs = named_outputs(self._predict(self._model, replica.batch))
+        self._own_state.note_changes()
         if self._fixed_rows is None:
             return outputs
         # Without the rows that only filled the block up.

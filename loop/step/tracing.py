@@ -9,15 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import ops  # there is no public way to the registry of gradients
+from tensorflow.python.framework import auto_control_deps_utils, ops  # there is no public way to these
 
 from loop.errors import UsageError
 from loop.launch import signals
 
 _autograph = tf.__internal__.autograph  # there is no public interface; Keras uses this one, too
 _OUTSIDE = _autograph.control_status_ctx()
-_ASSIGNMENTS = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
-"""The operations that give a variable another value."""
 atexit.register(signals.remove_generated_code)
 
 
@@ -109,12 +107,17 @@ def repeated(more: Callable[..., tf.Tensor], body: Callable[..., Any], *start: A
     return tf.while_loop(more, body, start, parallel_iterations=1)
 
 
-def assigned(graph: tf.Graph) -> set[int]:
-    """The ids of the handles of the variables that a graph assigns. The graph may still be under construction."""
+def changed(graph: tf.Graph) -> set[int]:
+    """The ids of the handles of the variables that a graph changes, also within its branches and loops.
+
+    The graph may still be under construction.
+    """
+    # What isn't known to read only is taken for a change.
+    read_only = set(auto_control_deps_utils.get_read_only_resource_input_indices_graph(graph))
     handles = set()
-    for operation in graph.get_operations():
-        if operation.type in _ASSIGNMENTS:
-            handles.add(id(_outermost(operation.inputs[0])))
+    for index, tensor in enumerate(graph.inputs):
+        if index not in read_only:
+            handles.add(id(_outermost(tensor)))
     return handles
 
 

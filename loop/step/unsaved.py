@@ -12,7 +12,6 @@ from typing import NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework import auto_control_deps_utils  # there is no public way to ask what a graph changes
 
 from loop.backends.base import Backend
 from loop.data.host_random import random_state, set_random_state
@@ -20,6 +19,7 @@ from loop.model.variables import Variable, as_tf, handles, layers, made_variable
 from loop.step.batch_norm import global_seeds
 from loop.step.build import BuiltModel, in_trial
 from loop.step.example_trace import held_by, members
+from loop.step.tracing import changed
 from loop.step.values import content
 from loop.task import Batch, Model, Optimizer, TrainTask
 
@@ -133,20 +133,20 @@ def _unsaved(
 ) -> _Unsaved:
     """What the task, the model, its layers or optimizers hold, a graph uses, and no checkpoint has."""
     used = {id(outer) for outer, _ in graph.captures} - set(map(id, handles(saved)))
-    changed = _changed(graph) & used
+    written = changed(graph) & used
     found = _Unsaved([], [], [])
     # TensorFlow's own list of the attributes is private. So is all that Keras gives an optimizer, some of which is
     # computed anew in each step.
     held = [*_held("_self_", task, model, *layers(model)), *_held("_", *optimizers)]
     for name, value in held:
-        is_changed = bool(changed.intersection(map(id, handles(_variables(value)))))
+        is_changed = bool(written.intersection(map(id, handles(_variables(value)))))
         if is_changed and isinstance(value, keras.metrics.Metric):
             found.metrics.append(name)
         elif is_changed:
             found.lost.append(name)
         elif used.intersection(map(id, handles(_trainable(value)))):
             found.untrained.append(name)
-    if changed.intersection(map(id, handles(global_seeds()))):
+    if written.intersection(map(id, handles(global_seeds()))):
         found.lost.append(_SEED)
     return found
 
@@ -235,10 +235,3 @@ def _nodes(graph: tf.Graph) -> Iterator[tf.compat.v1.NodeDef]:
     definition = graph.as_graph_def()
     functions = (function.node_def for function in definition.library.function)
     return itertools.chain(definition.node, *functions)
-
-
-def _changed(graph: tf.Graph) -> set[int]:
-    """The ids of the handles of the variables that a graph writes."""
-    read_only = set(auto_control_deps_utils.get_read_only_resource_input_indices_graph(graph))
-    written = {id(tensor) for index, tensor in enumerate(graph.inputs) if index not in read_only}
-    return {id(outer) for outer, inner in graph.captures if id(inner) in written}
