@@ -581,6 +581,23 @@ def test_accepted_changes_of_a_run_that_has_come_to_its_end(quiet):
     assert [row["epoch"] for row in result.history] == [1, 2]
 
 
+def test_means_are_those_of_the_steps_since_accepted_changes_also_if_the_run_stopped_again_before_one(quiet):
+    class Field(Unweighted):
+        def compute(self, model, batch, training):
+            values = super().compute(model, batch, training)
+            return values | {"rate": tf.fill(tf.shape(values["loss"]), self.rate)}
+
+    class StopAtStart(Callback):
+        def on_fit_start(self, run):
+            run.stop("test")
+
+    options = {"batch_size": 20, "run_dir": "run", "eval_every": "never"}
+    fit(Field(rate=0.25), steps=3, **options, callbacks=quiet())
+    stopped = fit(Field(rate=0.5), epochs=1, **options, accept_changes=True, callbacks=quiet() + [StopAtStart()])
+    assert stopped.status == "stopped"
+    assert fit(Field(rate=0.5), epochs=1, **options, callbacks=quiet()).metrics["rate"] == 0.5
+
+
 @pytest.mark.parametrize("values", [["other"], ["first", "more"]])
 def test_means_of_other_values_are_those_of_the_steps_since(quiet, values):
     class Valued(Plain):

@@ -128,6 +128,7 @@ _RULES: dict[str, dict[str, tuple[Test, str]]] = {
     "": {
         "step": _COUNT,
         "epoch_totals?": (_all(_is_number), "a list of numbers"),
+        "replaces_totals?": (_is(bool), "true or false"),
         "epoch_metrics?": (_all(_is(str)), "a list of names"),
         "eval_metrics?": (_by_name(_is_number), "numbers by name"),
         "history?": (_all(_by_name(_is_number)), "a list of numbers by name"),

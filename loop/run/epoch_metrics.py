@@ -27,6 +27,7 @@ class EpochMetrics:
 
     Attributes:
         totals: of the steps of this epoch.
+        replaced: whether the next step takes the place of `totals`.
         ended: whether all its steps have been made.
         evaluating: whether an evaluation is under way.
         evaluated_at: the step of the last evaluation of each set; a single set has the name "".
@@ -45,7 +46,7 @@ class EpochMetrics:
         self.eval_metrics: dict[str, float] = {}
         self.history: list[history.Row] = []
         self.gauges: dict[str, Callable[[], float]] = {}
-        self._replaced = False  # whether the next step takes the place of `totals`
+        self.replaced = False
 
     def restore(self, stored: Json) -> None:
         """Takes all of it from the manifest of a checkpoint."""
@@ -53,6 +54,7 @@ class EpochMetrics:
         totals = np.array(list(map(float, stored["epoch_totals"])))
         # A single number stands for no totals; see `close`.
         self.totals = totals if totals.size > 1 else np.zeros(())
+        self.replaced = stored.get("replaces_totals", False)
         self.ended = stored["epoch_ends"]
         self.evaluating = stored["evaluating"]
         self.evaluated_at = {"": stored["evaluated_at"], **stored.get("evaluated_sets", {})}
@@ -98,7 +100,7 @@ class EpochMetrics:
 
     def add(self, totals: np.ndarray, ended: bool) -> None:
         """Takes in the totals of a call, and whether the epoch has ended with it."""
-        if self._replaced and totals[EXAMPLES]:  # a call at the end of the data makes no step
+        if self.replaced and totals[EXAMPLES]:  # a call at the end of the data makes no step
             self.clear_totals()
         self.totals = self.totals + totals  # not in place: callbacks hold `totals`, too
         self.ended = ended
@@ -106,11 +108,11 @@ class EpochMetrics:
     def clear_totals(self) -> None:
         """Starts the totals anew."""
         self.totals = np.zeros(())
-        self._replaced = False
+        self.replaced = False
 
     def replace_totals(self) -> None:
         """Starts the totals anew with the next step of this epoch. If none follows, its row has the present totals."""
-        self._replaced = True
+        self.replaced = True
 
     def start_phase(self) -> None:
         """Drops the metrics of the phase before: another phase may have other ones."""

@@ -104,6 +104,7 @@ def snapshot(
     rest = {
         "progress": dataclasses.asdict(run.progress),
         "epoch_totals": jsonable(np.atleast_1d(run.epoch.totals).tolist()),
+        "replaces_totals": run.epoch.replaced,
         "epoch_metrics": run.step.metric_names(),
         **run.epoch.stored_evaluations(),
         "epoch_ends": run.epoch.ended,
