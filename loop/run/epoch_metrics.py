@@ -169,10 +169,18 @@ class EpochMetrics:
         metrics = {**means, **self.eval_metrics}
         # While the loss scale can still be halved, skipped steps are part of the search for it, and no failure.
         searching = metrics.get("loss_scale", 0.0) > SMALLEST
-        # The run may end within an epoch, after a few steps. Only in the first one have they trained nothing at all.
-        is_judged = self.ended or not progress.epoch
-        if is_known and is_judged and not step.has_weight(self.totals):
-            _refuse_untrained(progress.epoch + 1, int(self.totals[SKIPPED]), searching)
+        if is_known and not step.has_weight(self.totals):
+            skipped = int(self.totals[SKIPPED])
+            # The run may end within an epoch, after a few steps. Only in the first one have they trained nothing at
+            # all.
+            if self.ended or not progress.epoch:
+                _refuse_untrained(progress.epoch + 1, skipped, searching)
+            elif not skipped:
+                warnings.warn(
+                    f"epoch {progress.epoch + 1}: the weights of its {int(self.totals[EXAMPLES])} examples so far sum "
+                    'to zero, so that their means are nan: look at the "weight" that compute() returns',
+                    stacklevel=2,
+                )
 
         row = {"epoch": progress.epoch + 1, "step": progress.step, "examples": progress.examples, **metrics}
         # An epoch may have a row already: the run ended within it, and is now resumed with more steps.

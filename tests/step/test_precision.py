@@ -1,5 +1,6 @@
 """float16 with dynamic loss scaling, and what happens where something isn't finite."""
 
+import contextlib
 import functools
 import tempfile
 
@@ -203,7 +204,11 @@ def test_a_run_may_end_with_steps_of_an_epoch_that_train_nothing(problem, quiet)
         options = {"batch_size": 20, "on_nonfinite": "skip", "eval_every": "never"}
         return fit(FirstBatch(examples=100), steps=steps, callbacks=quiet(), **options)
 
-    longer = run(6)
+    warned = pytest.warns(
+        match="epoch 2: the weights of its 20 examples so far sum to zero, so that their means are nan"
+    )
+    with warned if problem == "without weight" else contextlib.nullcontext():
+        longer = run(6)
     assert longer.status == "finished"
     assert np.isnan(longer.metrics["loss"])
     for after, before in zip(longer.model.trainable_variables, run(5).model.trainable_variables, strict=True):
