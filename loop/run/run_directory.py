@@ -181,6 +181,8 @@ def restore(run: Run, enter_phase: Callable[[], None]) -> Path | None:
         # Phase by phase, as in training: what a phase freezes decides which variables the optimizer has.
         for _ in range(index_of(state, run.task)):
             enter_phase()
+        if run.session.index:
+            adopted += _accepted(run, path, _optimizers(run, state))
         restore_state(run, tensors, state, adopted)
         same_size = recorded_batch_size(state) == run.session.phase_options["batch_size"]
     run.synchronize()
@@ -327,21 +329,31 @@ def _compare(run: Run, path: Path, state: Json) -> list[str]:
     for name in dict.fromkeys([*old_fields, *new_fields]):  # a field of either, once
         pairs[f"the field {name}"] = (old_fields.get(name), new_fields.get(name))
     pairs |= _phases(before.get("phases"), now.get("phases"), index_of(state, run.task))
-    # A checkpoint of a later phase than the session's may have other optimizers. A later attempt of an elastic job has
-    # the same code; its learning rate may be multiplied by the number of workers.
-    later_attempt = run.backend.member and run.backend.member.generation
-    if not run.plan.named and not later_attempt:
-        pairs |= optimizer_settings(state, run.session)
+    if not index_of(state, run.task):  # else the optimizers of its phase aren't made yet
+        pairs |= _optimizers(run, state)
+    adopted = _accepted(run, path, pairs)
+    _report_place(before, now)
+    return adopted
 
+
+def _optimizers(run: Run, state: Json) -> Pairs:
+    """What decides the result of the optimizers of the phase."""
+    # A later attempt of an elastic job has the same code; its learning rate may be multiplied by the number of workers.
+    later_attempt = run.backend.member and run.backend.member.generation
+    return {} if later_attempt else optimizer_settings(state, run.session)
+
+
+def _accepted(run: Run, path: Path | str, pairs: Pairs) -> list[str]:
+    """The names of what has changed, if the user accepts that; the chief reports it."""
     changed = differences(pairs)
     if changed and not run.options["accept_changes"]:
         raise UsageError(
             f"{path} can't go on with other settings: {'; '.join(changed)}. Give the old ones; or start a new run in "
             "another run directory; or accept the changes with accept_changes=True (--accept-changes)"
         )
-    for text in changed:
-        tell(f"note: goes on with another setting: {text}")
-    _report_place(before, now)
+    if run.backend.is_chief:
+        for text in changed:
+            tell(f"note: goes on with another setting: {text}")
     return list(_changed(pairs))
 
 

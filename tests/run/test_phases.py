@@ -158,6 +158,12 @@ def test_any_number_of_replicas_gives_the_same_numbers(quiet):
 
 class Changed(FineTune):
     changes = {}
+    rates = {}
+
+    def build_optimizer(self):
+        optimizer = super().build_optimizer()
+        optimizer.learning_rate = self.rates.get(self.phase.name, optimizer.learning_rate)
+        return optimizer
 
     def phases(self):
         found = {phase.name: phase for phase in super().phases()}
@@ -176,6 +182,17 @@ def test_phases_that_have_begun_must_stay_and_later_ones_may_change(quiet):
             train("run", quiet, task=Changed())
     Changed.changes = {"all": Phase("all", steps=9, batch_size=25), "cool": None}
     assert train("run", quiet, task=Changed()).steps == 19
+
+
+def test_the_optimizer_of_the_phase_under_way_changes_only_if_that_is_accepted(quiet, monkeypatch):
+    """The rate of the checkpoint took its place without a word."""
+    with pytest.raises(Killed):
+        train("run", quiet, KillAt(14))
+    Changed.changes = {"cool": None}
+    monkeypatch.setattr(Changed, "rates", {"head": 0.5, "all": 0.25})
+    with pytest.raises(UsageError, match=r"the learning rate was 0\.001, now 0\.25\. Give"):
+        train("run", quiet, task=Changed())
+    assert train("run", quiet, task=Changed(), accept_changes=True).history[-1]["learning_rate"] == 0.25
 
 
 @pytest.mark.parametrize("streams", [False, True])
