@@ -17,7 +17,8 @@ from loop.data.host_random import random_state, set_random_state
 from loop.errors import UsageError, message_of
 from loop.model.variables import carried_variables
 from loop.run.pace import Pace
-from loop.step.example_trace import put_back
+from loop.step.batch_norm import global_seeds
+from loop.step.example_trace import held_by, put_back
 from loop.step.train_step import EPOCH_ENDED, NOT_FINITE, TrainStep
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def _faster(run: Run, data: Data) -> str:
     # All that steps change is put back, so that the run has the bits of one that has measured nothing.
     built = run.session.built
     variables = [*built.variables, *built.sliced_variables, *carried_variables(built.model)]
+    variables += [*held_by(run.task), *global_seeds()]
     generators = random_state()
     try:
         with run.watchdog.phase("measuring the graph against XLA"), put_back(variables):

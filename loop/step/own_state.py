@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.model.variables import carried_variables, handles, model_variables
+from loop.step.batch_norm import global_seeds
 from loop.step.tracing import changed
 from loop.step.variable_values import read_values
 from loop.task import Model
@@ -29,7 +30,7 @@ class OwnState:
         self._changed = list(self._carried)  # the variables that the function is known to change so far
         # Those that parameter servers hold in shards can't be read as one tensor.
         self._others = []
-        for variable in model_variables(model):
+        for variable in [*model_variables(model), *global_seeds()]:
             if isinstance(variable, tf.Variable) and backend.can_read(variable):
                 self._others.append(variable)
         self._training_values: dict[int, tf.Tensor] = {}
