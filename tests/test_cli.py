@@ -36,7 +36,7 @@ class Scalar(Plain):
         import tensorflow as tf
         return {"loss": tf.reduce_mean((model(batch[0]) - batch[1]) ** 2)}
 
-class Own(Plain):
+class Required(Plain):
     def __init__(self, cfg):
         self.cfg = cfg
 
@@ -314,7 +314,7 @@ def test_a_deleted_directory_is_named_before_anything_starts_in_it(command, tmp_
         (["mine.py:Mine", "--set", "ratio=x"], "'x' isn't of type float or None"),
         (["mine.py:Mine", "--set", "hidden"], "--set hidden: give key=value"),
         (["mine.py:Mine", "--set", "shape=3"], "can't be typed on a command line: make a subclass"),
-        (["mine.py:Own"], "missing 1 required .*'cfg'.*: .* the arguments of an __init__ of its own defaults"),
+        (["mine.py:Required"], "missing 1 required .*'cfg'.*: .* the arguments of an __init__ of its own defaults"),
         (["mine.py:Mine", "--run-dir", "/proc/x"], "the run directory /proc/x can't be written"),
         (["mine.py:Mine", "--resume", "nowhere"], "nowhere: no checkpoint there"),
     ],

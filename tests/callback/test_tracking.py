@@ -423,7 +423,7 @@ def test_a_store_is_made_whole_or_not_at_all(links, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     if not links:
-        monkeypatch.setattr(os, "link", lambda source, target: os.stat("/nowhere"))
+        monkeypatch.setattr(os, "link", lambda source, target: os.stat(tmp_path / "nowhere"))
     monkeypatch.setattr(mlflow, "MlflowClient", making(killed))
     with pytest.raises(KeyboardInterrupt):
         delivery._open_once(path)

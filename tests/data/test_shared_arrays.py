@@ -105,7 +105,7 @@ def test_each_type_has_the_same_content_there_and_is_not_copied(arrays):
         views = shared_arrays._views(memory, arrays)
     for array in arrays:
         view = views[id(array)]
-        tensor = constant(view)
+        tensor = constant(view, "x")
         assert (tensor.dtype, tensor.shape) == (array.dtype, array.shape)
         np.testing.assert_array_equal(tensor, array)
         view[0] = 1  # of this process alone
@@ -139,7 +139,7 @@ def test_a_part_of_it_that_tensorflow_cannot_take_as_it_is_is_copied(arrays):
     assert shared_arrays.as_tensor(view[:10]) is not None
     for part in (view[1:], view[:, :7], view[:, ::2]):
         assert shared_arrays.as_tensor(part) is None
-        np.testing.assert_array_equal(constant(part), part)
+        np.testing.assert_array_equal(constant(part, "x"), part)
     assert shared_arrays.as_tensor(arrays[1]) is None
 
 
@@ -156,7 +156,7 @@ def test_no_memory_is_no_error(module, function, arrays, monkeypatch):
 def test_tensors_outlive_the_arrays(arrays):
     with shared_arrays._memory(arrays) as memory:
         views = shared_arrays._views(memory, arrays)
-    tensor = constant(views[id(arrays[2])])
+    tensor = constant(views[id(arrays[2])], "x")
     expected = float(arrays[2].sum())
     del views
     assert float(tf.reduce_sum(tensor)) == pytest.approx(expected, rel=1e-12)
