@@ -60,8 +60,8 @@ def _run(part: ModuleType) -> None:
             return
         try:
             loader.exec_module(part)
-        except BaseException:
-            mine.loader = loader  # the next access raises the same error, not that an attribute is missing
+        except BaseException:  # Ctrl-C, too: the next access runs the code again, or raises the same error
+            mine.loader = loader
             raise
 
 

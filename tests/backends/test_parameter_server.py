@@ -121,6 +121,7 @@ try:
     ParameterServer()
 except ValueError as error:
     sys.exit(0 if "at most one 'chief'" in str(error) and timers == ["started", "ended"] else f"{timers}: {error}")
+sys.exit("it has started")
 """
 
 

@@ -1,8 +1,10 @@
 """The batch script of examples/cluster under Slurm itself, with two nodes. `python -m tests.campaigns.slurm`
 
-The nodes are network namespaces of this machine, which share its disk. The script is told to end while it trains: it
-saves, has Slurm queue it again, goes on, and comes to the bits of `--workers 2`. Then Slurm takes the nodes away for a
-job of a higher priority. Needs root, and `apt-get install iproute2 munge slurm-wlm`. Takes some 3 minutes on two cores.
+Each node is a network namespace of this machine; they share its disk. There are two jobs. The first is told to end
+while it trains, as before its time limit. From the second, Slurm takes the nodes away for a job of a higher priority.
+Each must save, be queued again, go on, and come to the bits of `--workers 2`.
+
+Needs root, and `apt-get install iproute2 munge slurm-wlm`. Takes some 3 minutes on two cores.
 """
 
 import contextlib
