@@ -45,8 +45,9 @@ class KerasTask(TrainTask):
         optimizer_fn: returns the optimizer; or its name, such as "adam".
         loss_fn: as in `compile`: a Keras loss, its name, or a function of (labels, predictions) that returns one value
             per element; for several outputs a list or dict of them. Its reduction is the same as in Keras.
-        train: the training data, of pairs (inputs, labels) or triples (inputs, labels, weights): `ArrayData`, an
-            unbatched `tf.data.Dataset`, or a tuple of arrays as `fit` takes them.
+        train: the training data, of pairs (inputs, labels) or triples (inputs, labels, weights): `ArrayData`,
+            `IndexedData` (also of a Keras `PyDataset`), an unbatched `tf.data.Dataset`, or a tuple of arrays as `fit`
+            takes them.
         eval: the evaluation data, or a dict of several sets by name, or None.
         metrics: as in `compile`: names, functions or `keras.metrics`, for several outputs a list or dict of them; or a
             dict of functions and metrics by the names to report. They ignore the weights of examples.

@@ -263,7 +263,8 @@ def all_gather(x: tf.types.experimental.TensorLike) -> tf.Tensor:
     """
     x = tf.convert_to_tensor(x)
     if x.shape.rank == 0 or x.dtype in (tf.bool, tf.string):
-        raise UsageError(f"loop.all_gather(x): x is {x.dtype.name}{x.shape}: give numbers of shape [n, ...]")
+        numbers = "tf.strings.to_hash_bucket_fast(x, 2**62)" if x.dtype == tf.string else "numbers of shape [n, ...]"
+        raise UsageError(f"loop.all_gather(x): x is {x.dtype.name}{x.shape}: give {numbers}")
     # Counted on one replica, too: `Trial` asks whether `compute` pairs examples on purpose.
     _here.gathers = all_gathers() + 1
     replica = current()

@@ -615,10 +615,12 @@ def test_what_is_another_users(run, tmp_path):
     (closed / "checkpoints").chmod(0)
     (protected / "checkpoints").chmod(0o555)
     mine = shutil.copytree(run, tmp_path / "mine")  # root's
+    hidden = tmp_path / "hidden"
+    hidden.mkdir(mode=0)
     denied = "can't be written (Permission denied)"
     said = as_another_user(
         tmp_path, lambda: prepare(run), lambda: prepare(closed), lambda: runs.checkpointed(closed),
-        lambda: prepare(protected), lambda: runs.remove(mine),
+        lambda: prepare(protected), lambda: runs.remove(mine), lambda: runs.locate(tmp_path, str(hidden)),
     )  # fmt: skip
     assert said == [
         f"tfloop: error: journal.jsonl {denied}: give another run directory", "2",
@@ -626,6 +628,7 @@ def test_what_is_another_users(run, tmp_path):
         "tfloop: error: checkpoints can't be read (Permission denied)", "2",
         "tfloop: error: checkpoints can't be written: make it writable, or give another run directory", "2",
         f"tfloop: error: the run directory mine {denied}: make it writable, or give another one", "2",
+        "tfloop: error: hidden: can't be read (Permission denied): make it readable", "2",
     ]  # fmt: skip
 
 

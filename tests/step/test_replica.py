@@ -1,6 +1,7 @@
 """What differs between replicas and what must not: random numbers, seeds of examples, gathered batches, statistics."""
 
 import itertools
+import re
 
 import keras
 import numpy as np
@@ -295,13 +296,17 @@ def test_gathered_evaluation_is_exact_on_streams_too(quiet):
         assert many.metrics["rows"] == pytest.approx(one.metrics["rows"], rel=1e-6)
 
 
-def test_gather_of_something_else_is_refused(quiet):
+@pytest.mark.parametrize(
+    ("value", "fix"),
+    [(1.0, "float32(): give numbers of shape [n, ...]"), (["a"], "string(1,): give tf.strings.to_hash_bucket_fast(x")],
+)
+def test_gather_of_something_else_is_refused(value, fix, quiet):
     class Wrong(Plain):
         def compute(self, model, batch, training):
-            loop.all_gather(tf.constant(1.0))
+            loop.all_gather(tf.constant(value))
             return super().compute(model, batch, training)
 
-    with pytest.raises(UsageError, match=r"give numbers of shape \[n, ...\]"):
+    with pytest.raises(UsageError, match=re.escape(fix)):
         fit(Wrong(), callbacks=quiet())
 
 

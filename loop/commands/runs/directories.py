@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from callbacks.run_record.record import Reader, begun, is_run, printable, read_about
+from callbacks.run_record.record import ABOUT, Reader, begun, is_run, printable, read_about
 from callbacks.run_record.values import as_dict
 from loop.checkpoint.store import address
 from loop.errors import UsageError
@@ -53,6 +53,7 @@ def locate(root: Path, text: str, checkpoints: bool = True) -> Path:
         return path
     # A name has no slash: what is left is a path to something else.
     if "/" in text or text in (".", ".."):
+        _check_readable(Path(text))
         raise UsageError(f"{printable(text)} isn't a run directory: there is no run.json, and no journal")
 
     paths = {path.name: path for path in find(root)}
@@ -61,6 +62,16 @@ def locate(root: Path, text: str, checkpoints: bool = True) -> Path:
             f"{printable(text)}: there are no runs in {printable(str(root))}: --root DIR says where they are"
         )
     return _latest(paths) if text == LATEST else _by_prefix(root, paths, text)
+
+
+def _check_readable(path: Path) -> None:
+    """Raises a `UsageError` if there is something at a path, and this user may not look into it."""
+    try:
+        if path.is_dir():
+            next(path.iterdir(), None)  # to list its names is one right,
+            (path / ABOUT).exists()  # and to look at what they name another
+    except OSError as error:
+        raise UsageError(f"{printable(str(path))}: can't be read ({error.strerror}): make it readable") from None
 
 
 def _whole(root: Path, text: str) -> Path | None:
