@@ -61,6 +61,7 @@ from loop.errors import OutOfMemoryError, TrainingError, UsageError
 from loop.monitor.phase_marker import PhaseMarker
 from loop.step.batches import Batches
 from tests.conftest import until
+from tests.products import pairs
 
 _RANDOM = np.random.default_rng(7)
 INPUTS = _RANDOM.normal(size=(103, 6)).astype("float32")
@@ -366,9 +367,10 @@ def _of_loop(made, size):
     return run
 
 
-@pytest.mark.parametrize("rank", [None, 1])
-@pytest.mark.parametrize("at_once", [1, 3, 32])
-@pytest.mark.parametrize("kind", ["columns", "items", "padded", "buckets", "joined", "joined buckets"])
+KINDS = "columns", "items", "padded", "buckets", "joined", "joined buckets"
+
+
+@pytest.mark.parametrize(("kind", "at_once", "rank"), pairs(KINDS, [1, 3, 32], [None, 1]))
 def test_batches_that_are_handed_over_together_are_those_of_arrays(kind, at_once, rank, monkeypatch):
     monkeypatch.setattr(read_ahead, "_FAST", np.inf)  # as if a batch were read in no time
     monkeypatch.setattr(read_ahead, "_AT_ONCE", 1e9)

@@ -12,6 +12,7 @@ from callbacks import checkpoint as policy
 from loop import Phase, UsageError, evaluate, fit
 from loop.backends import create
 from loop.commands.export import export
+from tests.products import singles
 from tests.tasks import Legacy, Plain, Weighted
 
 
@@ -58,8 +59,7 @@ def steps_of(directory):
     return sorted(int(path.name.removeprefix("step-")) for path in Path(directory, "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("pause", [0.0, math.inf])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(("replicas", "pause"), singles([1, 2], [0.0, math.inf]))
 def test_the_best_weights_are_the_result_and_a_resume_goes_on_from_the_last(replicas, pause, monkeypatch):
     monkeypatch.setattr(policy, "PAUSE", pause)
     backend = create("mirrored", replicas) if replicas > 1 else "single"

@@ -195,14 +195,14 @@ def test_the_optimizer_of_the_phase_under_way_changes_only_if_that_is_accepted(q
     assert train("run", quiet, task=Changed(), accept_changes=True).history[-1]["learning_rate"] == 0.25
 
 
-@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(
-    ("phase", "batch_size", "epoch_ends"),
+    ("phase", "batch_size", "epoch_ends", "streams"),
     [
-        (Phase("all", epochs=1, batch_size=10), 20, 17),  # the other 50 of 100 examples are five more batches
-        (Phase("all", epochs=1, batch_size=50), 20, 13),
-        (Phase("all", epochs=1), 50, 13),
-        (Phase("all", epochs=1, batch_size=25), 40, 14),  # the size of the phase stays, whatever is typed
+        (Phase("all", epochs=1, batch_size=10), 20, 17, False),  # the other 50 of 100 examples are five more batches
+        (Phase("all", epochs=1, batch_size=10), 20, 17, True),
+        (Phase("all", epochs=1, batch_size=50), 20, 13, True),
+        (Phase("all", epochs=1), 50, 13, False),
+        (Phase("all", epochs=1, batch_size=25), 40, 14, False),  # the size of the phase stays, whatever is typed
     ],
 )
 def test_a_phase_that_goes_on_with_another_batch_size_goes_on_at_the_same_example(

@@ -15,6 +15,7 @@ from loop.options import with_defaults
 from loop.step import train_step
 from loop.step.build import build
 from loop.step.train_step import TrainStep
+from tests.products import pairs
 
 WORDS = np.random.default_rng(0).integers(-50, 50, (60, 4))  # an index below 0 counts from the end of the table
 LABELS = np.random.default_rng(1).integers(0, 3, 60).astype("int32")
@@ -79,11 +80,10 @@ def test_nor_does_a_class_of_the_users_own_that_asks_keras_for_the_rows():
     assert reads_of_tables(Words(table=Own)) == ["ResourceGather"] * 3
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize(
-    "options", [{}, {"precision": "bfloat16"}, {"accumulate": 2}, {"compile": "xla"}, {"clip_norm": 0.01}], ids=str
-)
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+OPTIONS = {}, {"precision": "bfloat16"}, {"accumulate": 2}, {"compile": "xla"}, {"clip_norm": 0.01}
+
+
+@pytest.mark.parametrize(("optimizer", "options", "replicas"), pairs(["sgd", "adam"], OPTIONS, [1, 2]), ids=str)
 def test_the_bits_are_those_of_the_layer_itself(optimizer, options, replicas, quiet, monkeypatch):
     backend = create("mirrored", replicas) if replicas > 1 else "single"
     task = Words({"sgd": lambda: keras.optimizers.SGD(0.5), "adam": lambda: keras.optimizers.Adam(0.1)}[optimizer])

@@ -173,8 +173,16 @@ def test_gathered_rows_stay_rows_where_an_optimizer_changes_no_other_row(task, g
     assert plan_of(task(table=True), "mirrored", 2, **given).lookups == {0: kind}
 
 
-@pytest.mark.parametrize("given", [{}, {"ema": 0.9}, {"groups": 2}], ids=str)
-@pytest.mark.parametrize(("rows", "dense"), [(Plain, Dense), (StreamedPlain, StreamedDense)])
+@pytest.mark.parametrize(
+    ("rows", "dense", "given"),
+    [
+        (Plain, Dense, {}),
+        (Plain, Dense, {"ema": 0.9}),
+        (Plain, Dense, {"groups": 2}),
+        (StreamedPlain, StreamedDense, {}),
+    ],
+    ids=str,
+)
 def test_they_give_the_same_bits_as_a_dense_gradient(rows, dense, given, engines, quiet):  # noqa: F811
     results = []
     for task in (rows(table=True), dense(table=True)):

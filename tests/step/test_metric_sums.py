@@ -299,8 +299,9 @@ def test_what_is_counted_may_be_the_examples_of_a_loss_per_element(quiet):
     assert one.metrics["eval_loss"] == pytest.approx(other.metrics["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("divisor", [np.nan, np.inf])
-@pytest.mark.parametrize(("replicas", "options"), [(1, {}), (1, {"accumulate": 2}), (3, {})])
+@pytest.mark.parametrize(
+    ("divisor", "replicas", "options"), [(np.nan, 1, {}), (np.inf, 1, {"accumulate": 2}), (np.inf, 3, {})]
+)
 def test_a_divisor_that_is_not_finite_is_found_before_the_weights_change(divisor, replicas, options, quiet):
     inputs, labels, _ = regression(100)
     divisors = np.ones(100, "float32")
