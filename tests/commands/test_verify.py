@@ -18,12 +18,18 @@ import tensorflow as tf
 import tf_keras
 
 import loop
-from loop import ArrayData, UsageError
+from loop import ArrayData, TrainTask, UsageError
 from loop.commands.verify import lines, verify
 from loop.target import task_loader
 from tests.conftest import TFLOOP, needs_horovod, tfloop
 from tests.step.test_optimizers import Adversarial
 from tests.tasks import Conv, Plain, Unweighted, Weighted, regression
+
+
+class Trained(Unweighted):
+    """Gradients and weights show what most tests look for, so that no evaluation has to be compiled."""
+
+    eval_data = TrainTask.eval_data
 
 
 class Dropped(Conv):
@@ -78,7 +84,7 @@ class LegacyDropped(Unweighted):
         return tf_keras.optimizers.SGD(0.05)
 
 
-class Recurrent(Unweighted):
+class Recurrent(Trained):
     """An LSTM with both dropouts, over the five inputs as a sequence, and layers that are float32 within."""
 
     def build_model(self):
@@ -100,15 +106,13 @@ class Recurrent(Unweighted):
         return {"loss": tf.reduce_sum((found - batch[1]) ** 2, -1), "squared": (batch[1], found)}
 
 
-class Texts(Unweighted):
+class Texts(Trained):
     """Inputs as texts, which are other objects of Python each time that the data is made."""
 
     def train_data(self):
         inputs, labels, _ = regression(self.examples)
         texts = [" ".join(map(repr, row.tolist())) for row in inputs]
         return ArrayData(texts, labels)
-
-    eval_data = train_data
 
     def compute(self, model, batch, training):
         numbers = tf.strings.to_number(tf.strings.split(batch[0]).to_tensor(shape=[None, 5]), batch[1].dtype)
@@ -149,7 +153,7 @@ def test_what_computes_in_float32_only_is_judged_by_it():
 
 
 def test_a_task_that_casts_to_float32_is_told_where():
-    class Cast(Unweighted):
+    class Cast(Trained):
         """Mixes what it casts with what comes as it is."""
 
         def compute(self, model, batch, training):
@@ -172,7 +176,7 @@ class MeanInside(Weighted):
         return values | {"loss": tf.ones_like(values["loss"]) * tf.reduce_mean(values["loss"])}
 
 
-class Sized(Unweighted):
+class Sized(Trained):
     """Planted: divides by the number of rows."""
 
     def compute(self, model, batch, training):
@@ -180,7 +184,7 @@ class Sized(Unweighted):
         return {"loss": loss / tf.cast(tf.shape(loss)[0], loss.dtype)}
 
 
-class Unsynchronized(Dropped):
+class Unsynchronized(Conv):
     """Planted: BatchNorm with statistics of each replica."""
 
     defaults = {"batch_size": 8, "sync_batch_norm": False}
@@ -194,7 +198,7 @@ class Centred(keras.layers.Layer):
         return inputs - keras.ops.mean(inputs, 0, keepdims=True)
 
 
-class Dependent(Unweighted):
+class Dependent(Trained):
     """Planted: a layer that looks at the whole batch of its replica."""
 
     def build_model(self):
@@ -203,7 +207,7 @@ class Dependent(Unweighted):
         )
 
 
-class Unseeded(Unweighted):
+class Unseeded(Trained):
     """Planted: noise from an operation with state of its own."""
 
     def compute(self, model, batch, training):
@@ -211,7 +215,7 @@ class Unseeded(Unweighted):
         return super().compute(model, (batch[0] + noise, batch[1]), training)
 
 
-class Counts(Unweighted):
+class Counts(Trained):
     """Planted: a variable that the model doesn't have counts the steps."""
 
     def __init__(self):
@@ -224,7 +228,7 @@ class Counts(Unweighted):
         return {"loss": tf.cast(self.count, loss.dtype) * loss}
 
 
-class HostRandom(Unweighted):
+class HostRandom(Trained):
     """Planted: each call gives other data."""
 
     def train_data(self):
@@ -232,7 +236,7 @@ class HostRandom(Unweighted):
         return ArrayData(inputs + np.random.default_rng().normal(size=inputs.shape).astype("float32"), labels)
 
 
-class Hardest(Unweighted):
+class Hardest(Trained):
     """Planted: only the harder half of a batch counts. Each example has the same loss in any batch."""
 
     def compute(self, model, batch, training):
@@ -241,7 +245,7 @@ class Hardest(Unweighted):
         return {"loss": loss, "weight": tf.cast(loss >= limit, loss.dtype)}
 
 
-class Centres(Unweighted):
+class Centres(Trained):
     """Planted: a centre that each replica moves by its own rows. The first step is the same, since it starts at 0."""
 
     def build_model(self):
@@ -256,7 +260,7 @@ class Centres(Unweighted):
         return found
 
 
-class Chosen(Unweighted):
+class Chosen(Trained):
     """Planted: categories that can't be drawn by row."""
 
     def build_model(self):
@@ -269,7 +273,7 @@ class Chosen(Unweighted):
         return super().compute(model, (batch[0] + tf.cast(drawn, batch[0].dtype), batch[1]), training)
 
 
-class Related(Unweighted):
+class Related(Trained):
     """Planted: a likelihood of the batch as a whole, whose parts depend on the order of its rows."""
 
     def compute(self, model, batch, training):
@@ -306,8 +310,8 @@ def test_planted_mistakes_are_found_and_named(task):
     assert ("\n* only the first step is judged in float32" in table) == (task is Centres)
 
 
-def test_draws_with_a_fixed_seed_are_by_row_and_right(quiet):
-    class Fixed(Unweighted):
+def test_draws_with_a_fixed_seed_are_by_row_and_right():
+    class Fixed(Trained):
         def compute(self, model, batch, training):
             noise = tf.random.stateless_normal(tf.shape(batch[0]), seed=[1, 2], dtype=batch[0].dtype)
             return super().compute(model, (batch[0] + noise, batch[1]), training)
@@ -318,18 +322,20 @@ def test_draws_with_a_fixed_seed_are_by_row_and_right(quiet):
 
 
 def test_a_mean_while_training_alone_is_found():
-    class Trained(Weighted):
+    class InTraining(Weighted):
+        eval_data = TrainTask.eval_data
+
         def compute(self, model, batch, training):
             values = super().compute(model, batch, training)
             mean = tf.ones_like(values["loss"]) * tf.reduce_mean(values["loss"])
             return values | ({"loss": mean} if training else {})
 
-    [cause] = verify(Trained(), batch_size=8, replicas=(2,)).causes
+    [cause] = verify(InTraining(), batch_size=8, replicas=(2,)).causes
     assert cause.startswith("a mean inside the loss")
 
 
 def test_a_mean_that_does_no_harm_yet_is_told_too():
-    class Harmless(Unweighted):
+    class Harmless(Trained):
         """Without weights, the sum of means times rows is the sum. One variable isn't trained."""
 
         def build_model(self):
@@ -352,7 +358,7 @@ def test_a_mean_that_does_no_harm_yet_is_told_too():
 
 
 def test_processes_that_fail_are_no_difference_of_the_numbers():
-    report = verify(Unweighted(), batch_size=8, replicas=(2,), job=lambda directory: "rank 1: planted", job_engine="x")
+    report = verify(Trained(), batch_size=8, replicas=(2,), job=lambda directory: "rank 1: planted", job_engine="x")
     assert (report.same, report.causes) == (False, [])
     texts = [text for text, _ in lines(report)]
     assert "rank 1: planted" in " ".join(texts)
@@ -360,7 +366,7 @@ def test_processes_that_fail_are_no_difference_of_the_numbers():
 
 
 def test_a_precision_in_which_processes_alone_fail_is_told():
-    report = verify(Unweighted(), batch_size=8, replicas=(2,), job=lambda directory: "", job_engine="x")
+    report = verify(Trained(), batch_size=8, replicas=(2,), job=lambda directory: "", job_engine="x")
     notes = [comparison.note for comparison in report.comparisons if comparison.engine == "x"]
     assert notes == ["it fails there, but not on 1 replica"] * 2
     assert not report.same
@@ -390,20 +396,26 @@ def test_command_with_real_processes(tmp_path):
 
 
 TASK = '''
-from examples_digits import Digits as Base
+import keras, numpy as np
+from loop import ArrayData, TrainTask
+from loop.launch import environment
 
-class Halved(Base):
+class Halved(TrainTask):
     """Its loss depends on the rank."""
+    defaults = {"batch_size": 8}
+    def build_model(self):
+        return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, name="dense")])
+    def build_optimizer(self):
+        return keras.optimizers.SGD(0.1)
+    def train_data(self):
+        return ArrayData(np.random.default_rng(0).normal(size=(24, 5)).astype("float32"))
     def compute(self, model, batch, training):
-        from loop.launch import environment
-        values = super().compute(model, batch, training)
-        return values | {"loss": values["loss"] * (2.0 if environment.job_rank() else 1.0)}
+        return {"loss": model(batch, training=training)[:, 0] ** 2 * (2.0 if environment.job_rank() else 1.0)}
 '''
 
 
 @needs_horovod
 def test_a_mistake_that_only_real_processes_show(tmp_path):
-    (tmp_path / "examples_digits.py").write_text(task_loader.shipped_path("digits").read_text())
     (tmp_path / "task.py").write_text(TASK)
     done = tfloop("verify", "task.py:Halved", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
