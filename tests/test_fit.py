@@ -196,8 +196,8 @@ def test_resume_is_exact_to_the_bit(kind, replicas, quiet, tmp_path):
         return fit(kind(), epochs=3, batch_size=20, backend=backend, callbacks=saving, run_dir=tmp_path / directory)
 
     whole = run("whole")
-    # Before the first checkpoint, in the middle of an epoch, in the last one. When a kill comes depends on no task.
-    for step in (3, 9, 14) if kind is Weighted else (9,):
+    # Before the first checkpoint, in the middle of an epoch, in the last one: of arrays, and of a stream.
+    for step in (3, 9, 14) if kind in (Streamed, Weighted) else (9,):
         with pytest.raises(Killed):
             run("killed", KillAt(step))
     resumed = run("killed")

@@ -260,9 +260,8 @@ def test_evaluations_do_not_change_the_state_of_layers_in_training(replicas, qui
         return fit(Noisy(), batch_size=20, backend=backend, callbacks=quiet(), **options).weights_sha256
 
     once = weights(steps=9, eval_every="never")
-    assert weights(steps=9, eval_every=1) == once
-    weights(steps=3, run_dir="run")
-    assert weights(steps=9, run_dir="run") == once
+    weights(steps=3, eval_every=2, run_dir="run")
+    assert weights(steps=9, eval_every=2, run_dir="run") == once
 
 
 @pytest.mark.parametrize(
