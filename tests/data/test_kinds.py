@@ -17,12 +17,16 @@ def files(tmp_path_factory):
     return directory
 
 
-def _train(files, kind, run_dir, *arguments, fault=""):
-    return tfloop(
+def _arguments(files, kind, run_dir, *more):
+    return [
         "train", f"{ROOT / 'tests' / 'data' / 'kinds.py'}:Digits", "--set", f"kind={kind}", "--set", f"files={files}",
-        "--run-dir", run_dir, "--steps", "80", "--track", "off", "--json", "--eval-every", "never", *arguments,
-        env={**os.environ, "TFLOOP_FAULT": fault, "TFLOOP_CACHE": str(files / "cache")},
-    )  # fmt: skip
+        "--run-dir", run_dir, "--steps", "80", "--track", "off", "--json", "--eval-every", "never", *more,
+    ]  # fmt: skip
+
+
+def _train(files, kind, run_dir, *more, fault=""):
+    environment = {**os.environ, "TFLOOP_FAULT": fault, "TFLOOP_CACHE": str(files / "cache")}
+    return tfloop(*_arguments(files, kind, run_dir, *more), env=environment)
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +37,18 @@ def expected(files, tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", kinds.KINDS)
-def test_any_kind_of_file_ends_in_the_bits_of_arrays_after_a_kill(kind, files, expected, tmp_path):
+def test_any_kind_of_file_ends_in_the_bits_of_arrays_after_a_kill(
+    kind, files, expected, tmp_path, command, monkeypatch
+):
     killed = _train(
         files, kind, tmp_path / "run", "--backend", "single", "--checkpoint-every", "9", fault="call:0:50:kill"
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert saved, "it was killed before its first checkpoint"
-    done = _train(files, kind, tmp_path / "run", "--backend", "single", "--checkpoint-every", "9")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["weights_sha256"] == expected
+    monkeypatch.setenv("TFLOOP_CACHE", str(files / "cache"))
+    code, output, error = command(
+        *_arguments(files, kind, tmp_path / "run", "--backend", "single", "--checkpoint-every", "9")
+    )
+    assert code == 0, error
+    assert json.loads(output)["weights_sha256"] == expected
