@@ -160,6 +160,19 @@ def quiet():
     return lambda **changes: callbacks.standard(**{"mlflow": None, "progress": None, **changes})
 
 
+class Unstarted(callbacks.Callback):
+    """Ends a run before its first step."""
+
+    def on_fit_start(self, run):
+        run.stop("all that comes before the first step has been checked")
+
+
+@pytest.fixture
+def checked_only():
+    """Callbacks that end a run before its first step: for what is said by then, no step has to be compiled."""
+    return lambda: callbacks.standard(mlflow=None, progress=None, checkpoint=None) + [Unstarted()]
+
+
 @pytest.fixture
 def command(monkeypatch, capfd):
     """Runs a command line in this process, where TensorFlow is warm; gives exit code, stdout and stderr."""
