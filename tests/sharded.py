@@ -104,8 +104,9 @@ CASES = {
 def trained(backend, task, options, sharded, **settings):
     """The result of `fit`."""
     quiet = callbacks.standard(mlflow=None, progress=None, checkpoint=None, journal=None)
-    # Evaluation is of the averages; without them, it is of the weights, which each replica has as a whole.
-    evaluated = "epoch" if "ema" in options else "never"
+    # Evaluation is of the averages, whatever the task; without them, it is of the weights, which each replica has as a
+    # whole.
+    evaluated = "epoch" if options is ALL else "never"
     settings = {"epochs": 2, "batch_size": 20, "eval_every": evaluated, "callbacks": quiet, **options, **settings}
     return fit(task(), backend=backend, shard_optimizer=sharded, **settings)
 
