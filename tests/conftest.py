@@ -168,7 +168,7 @@ class Unstarted(callbacks.Callback):
 
 
 @pytest.fixture
-def checked_only():
+def checks():
     """Callbacks that end a run before its first step: for what is said by then, no step has to be compiled."""
     return lambda: callbacks.standard(mlflow=None, progress=None, checkpoint=None) + [Unstarted()]
 

@@ -158,25 +158,25 @@ class PairsInTraining(Pairs):
 OPTIONS = {"epochs": 1, "batch_size": 20, "precision": "float64"}
 
 
-def test_a_loss_that_depends_on_other_examples_is_said_on_several_replicas(quiet, checked_only):
+def test_a_loss_that_depends_on_other_examples_is_said_on_several_replicas(quiet, checks):
     with pytest.warns(UserWarning, match="depends on the other examples of its batch, of which each of 2 replicas"):
         fit(Pairs(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=quiet(), **OPTIONS)
     # All rows are there: nothing to say.
-    fit(Pairs(dtype="float64"), backend="single", callbacks=checked_only(), **OPTIONS)
+    fit(Pairs(dtype="float64"), backend="single", callbacks=checks(), **OPTIONS)
     with pytest.warns(UserWarning, match="of which each of 2 micro-batches has only its own"):
-        fit(Pairs(dtype="float64"), accumulate=2, callbacks=checked_only(), **OPTIONS)
+        fit(Pairs(dtype="float64"), accumulate=2, callbacks=checks(), **OPTIONS)
 
 
-def test_so_it_is_of_a_loss_that_fails_for_one_example_alone(checked_only):
+def test_so_it_is_of_a_loss_that_fails_for_one_example_alone(checks):
     """It was taken for a loss of batches of one size, of which nothing was said."""
     given = {**OPTIONS, "epochs": None, "steps": 1, "drop_remainder": True}
     for task in (Pairs(dtype="float64", kind="several"), StepOfPairs(dtype="float64", kind="several")):
         with pytest.warns(UserWarning, match="depends on the other examples of its batch"):
-            fit(task, backend=backends.create("mirrored", 2), callbacks=checked_only(), **given)
+            fit(task, backend=backends.create("mirrored", 2), callbacks=checks(), **given)
 
 
 @pytest.mark.parametrize("batch_size", range(2, 12))
-def test_so_it_is_whatever_the_size_of_a_batch(batch_size, checked_only):
+def test_so_it_is_whatever_the_size_of_a_batch(batch_size, checks):
     # By the mean of a batch: that of shares which have the same examples is the same.
     @dataclass
     class Relative(Prime):
@@ -186,7 +186,7 @@ def test_so_it_is_whatever_the_size_of_a_batch(batch_size, checked_only):
 
     given = {**OPTIONS, "batch_size": batch_size, "epochs": None, "steps": 1}
     with pytest.warns(UserWarning, match="depends on the other examples of its batch"):
-        fit(Relative(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=checked_only(), **given)
+        fit(Relative(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=checks(), **given)
 
 
 @dataclass
@@ -207,12 +207,12 @@ class Similar(Prime):
 
 
 @pytest.mark.parametrize(("batch_size", "without_weight"), [(6, 0), (8, 2), (8, 3)])
-def test_a_mean_over_the_batch_is_said_for_any_batch_and_weights(batch_size, without_weight, checked_only):
+def test_a_mean_over_the_batch_is_said_for_any_batch_and_weights(batch_size, without_weight, checks):
     """Both shares of 6 rows had one of each example, and so the mean of the whole; weights of 0 hid all."""
     options = OPTIONS | {"batch_size": batch_size}
     task = Similar(dtype="float64", without_weight=without_weight)
     with pytest.warns(UserWarning, match="depends on the other examples of its batch, of which each of 2 replicas"):
-        fit(task, backend=backends.create("mirrored", 2), callbacks=checked_only(), **options)
+        fit(task, backend=backends.create("mirrored", 2), callbacks=checks(), **options)
 
 
 class Circle(TrainTask):
@@ -232,9 +232,9 @@ class Circle(TrainTask):
         return {"loss": keras.losses.circle(batch[1], model(batch[0], training=training))}
 
 
-def test_a_loss_of_pairs_is_said_also_where_the_first_examples_have_no_pair(checked_only):
+def test_a_loss_of_pairs_is_said_also_where_the_first_examples_have_no_pair(checks):
     with pytest.warns(UserWarning, match="depends on the other examples of its batch"):
-        fit(Circle(), batch_size=10, backend=backends.create("mirrored", 2), callbacks=checked_only())
+        fit(Circle(), batch_size=10, backend=backends.create("mirrored", 2), callbacks=checks())
 
 
 class Normalized(Prime):
@@ -242,33 +242,33 @@ class Normalized(Prime):
         return [keras.layers.SpectralNormalization(keras.layers.Dense(5))]
 
 
-def test_what_each_micro_batch_changes_is_said(checked_only):
+def test_what_each_micro_batch_changes_is_said(checks):
     with pytest.warns(UserWarning, match=r"changes .* in each call.* with accumulate=2 a step changes it 2 times"):
-        fit(Normalized(dtype="float64"), accumulate=2, callbacks=checked_only(), **OPTIONS)
-    fit(Normalized(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=checked_only(), **OPTIONS)
-    fit(Prime(dtype="float64", dropout=0.1), accumulate=2, callbacks=checked_only(), **OPTIONS)  # seeds count calls
+        fit(Normalized(dtype="float64"), accumulate=2, callbacks=checks(), **OPTIONS)
+    fit(Normalized(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=checks(), **OPTIONS)
+    fit(Prime(dtype="float64", dropout=0.1), accumulate=2, callbacks=checks(), **OPTIONS)  # seeds count calls
 
 
-def test_statistics_of_all_replicas_are_nothing_to_say(checked_only):
+def test_statistics_of_all_replicas_are_nothing_to_say(checks):
     class AlwaysTraining(Prime):
         def compute(self, model, batch, training):
             return super().compute(model, batch, training=True)
 
     task = AlwaysTraining(dtype="float64", batch_norm=True)
-    fit(task, backend=backends.create("mirrored", 2), callbacks=checked_only(), **OPTIONS)
+    fit(task, backend=backends.create("mirrored", 2), callbacks=checks(), **OPTIONS)
 
 
 @pytest.mark.filterwarnings("ignore:the steps draw random numbers")
 @pytest.mark.parametrize("kind", ["repeated mean", "noise"])
-def test_a_loss_whose_sum_is_right_or_random_is_no_such_loss(kind, checked_only):
+def test_a_loss_whose_sum_is_right_or_random_is_no_such_loss(kind, checks):
     for dropout in (0.0, 0.5):
         task = Pairs(dtype="float64", kind=kind, dropout=dropout)
-        fit(task, backend=backends.create("mirrored", 2), callbacks=checked_only(), **OPTIONS)
+        fit(task, backend=backends.create("mirrored", 2), callbacks=checks(), **OPTIONS)
 
 
-def test_a_running_mean_of_a_replicas_own_rows_is_said(checked_only):
+def test_a_running_mean_of_a_replicas_own_rows_is_said(checks):
     with pytest.warns(UserWarning, match=r"compute\(\) changes .*running by its rows, of which each of 2 replicas"):
-        fit(Centred(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=checked_only(), **OPTIONS)
+        fit(Centred(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=checks(), **OPTIONS)
 
 
 def test_a_running_mean_of_all_rows_is_that_of_one_replica(quiet):
@@ -280,22 +280,22 @@ def test_a_running_mean_of_all_rows_is_that_of_one_replica(quiet):
 
 
 @pytest.mark.parametrize("task", [Balanced(dtype="float64"), Balanced(dtype="float64", always=False)])
-def test_a_penalty_that_is_no_mean_over_rows_is_said(task, checked_only):
+def test_a_penalty_that_is_no_mean_over_rows_is_said(task, checks):
     if not task.always:
         task.looked_up = lambda: [Balance(always=False)]
     with pytest.warns(UserWarning, match="adds a loss that isn't a mean over the rows of a batch"):
-        fit(task, backend=backends.create("mirrored", 2), callbacks=checked_only(), **OPTIONS)
+        fit(task, backend=backends.create("mirrored", 2), callbacks=checks(), **OPTIONS)
 
 
 @pytest.mark.parametrize("task", [Balanced(dtype="float64", gathers=True), Balanced(dtype="float64", product=False)])
-def test_a_penalty_of_all_rows_or_a_mean_is_nothing_to_say(task, checked_only):
-    fit(task, backend=backends.create("mirrored", 2), callbacks=checked_only(), **OPTIONS)
+def test_a_penalty_of_all_rows_or_a_mean_is_nothing_to_say(task, checks):
+    fit(task, backend=backends.create("mirrored", 2), callbacks=checks(), **OPTIONS)
 
 
-def test_examples_that_are_mixed_in_training_alone_are_said(checked_only):
+def test_examples_that_are_mixed_in_training_alone_are_said(checks):
     with pytest.warns(UserWarning, match="depends on the other examples of its batch, of which each of 2 replicas"):
-        fit(Mixed(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=checked_only(), **OPTIONS)
-    fit(Mixed(dtype="float64", gathers=True), backend=backends.create("mirrored", 2), callbacks=checked_only(), **OPTIONS)
+        fit(Mixed(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=checks(), **OPTIONS)
+    fit(Mixed(dtype="float64", gathers=True), backend=backends.create("mirrored", 2), callbacks=checks(), **OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -307,9 +307,9 @@ def test_examples_that_are_mixed_in_training_alone_are_said(checked_only):
         CountsAndCentres(dtype="float64"),
     ],
 )
-def test_examples_that_are_mixed_beside_random_layers_or_counters_are_said(task, checked_only):
+def test_examples_that_are_mixed_beside_random_layers_or_counters_are_said(task, checks):
     with pytest.warns(UserWarning, match="depends on the other examples of its batch, of which each of 2 replicas"):
-        fit(task, backend=backends.create("mirrored", 2), callbacks=checked_only(), **OPTIONS)
+        fit(task, backend=backends.create("mirrored", 2), callbacks=checks(), **OPTIONS)
 
 
 @dataclass
@@ -337,14 +337,14 @@ class StepOfViews(Views):
 
 
 @pytest.mark.parametrize("kind", [Views, StepOfViews])
-def test_draws_for_several_batches_as_one_are_said(kind, quiet, checked_only):
+def test_draws_for_several_batches_as_one_are_said(kind, quiet, checks):
     two = backends.create("mirrored", 2)
     for batch_norm in (False, True):
         task = kind(dtype="float64", dropout=0.5, batch_norm=batch_norm)
         with pytest.warns(UserWarning, match="where Dropout or noise gets several batches as one"):
-            fit(task, backend=two, callbacks=checked_only(), **OPTIONS)
+            fit(task, backend=two, callbacks=checks(), **OPTIONS)
         # Nothing is drawn.
-        fit(kind(dtype="float64", batch_norm=batch_norm), backend=two, callbacks=checked_only(), **OPTIONS)
+        fit(kind(dtype="float64", batch_norm=batch_norm), backend=two, callbacks=checks(), **OPTIONS)
     found = []
     for backend in ("single", two):  # a row's numbers are side by side: nothing to say
         result = fit(kind(dtype="float64", dropout=0.5, beside=True), backend=backend, callbacks=quiet(), **OPTIONS)
@@ -362,13 +362,13 @@ class StepOfPairs(Pairs):
         return Prime.compute(self, model, batch, training)
 
 
-def test_a_training_step_whose_losses_depend_on_other_examples_is_said(checked_only):
+def test_a_training_step_whose_losses_depend_on_other_examples_is_said(checks):
     two = backends.create("mirrored", 2)
     for dropout in (0.0, 0.5):
         with pytest.warns(UserWarning, match="depends on the other examples of its batch, of which each of 2 replicas"):
-            fit(StepOfPairs(dtype="float64", dropout=dropout), backend=two, callbacks=checked_only(), **OPTIONS)
+            fit(StepOfPairs(dtype="float64", dropout=dropout), backend=two, callbacks=checks(), **OPTIONS)
         task = StepOfPairs(dtype="float64", kind="repeated mean", dropout=dropout)
-        fit(task, backend=two, callbacks=checked_only(), **OPTIONS)  # its sum is right
+        fit(task, backend=two, callbacks=checks(), **OPTIONS)  # its sum is right
 
 
 class SlowRange(keras.layers.Layer):
@@ -398,7 +398,7 @@ class StepOfRange(Ranged):
 
 @pytest.mark.parametrize("kind", [Ranged, StepOfRange])
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_slow_running_maximum_of_a_replicas_own_rows_is_said(kind, first, checked_only):
+def test_a_slow_running_maximum_of_a_replicas_own_rows_is_said(kind, first, checks):
     class Ordered(kind):
         def train_data(self):
             inputs, labels, weights = regression(self.examples, dtype=self.dtype)
@@ -406,7 +406,7 @@ def test_a_slow_running_maximum_of_a_replicas_own_rows_is_said(kind, first, chec
             return ArrayData(inputs, labels, weights)
 
     with pytest.warns(UserWarning, match=r"compute\(\) changes .*top by its rows, of which each of 2 replicas"):
-        fit(Ordered(), backend=backends.create("mirrored", 2), callbacks=checked_only(), epochs=1, batch_size=20)
+        fit(Ordered(), backend=backends.create("mirrored", 2), callbacks=checks(), epochs=1, batch_size=20)
 
 
 @dataclass
@@ -432,14 +432,14 @@ class ByPlace(Prime):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_what_depends_on_an_examples_place_in_the_batch_is_said(dropout, checked_only):
+def test_what_depends_on_an_examples_place_in_the_batch_is_said(dropout, checks):
     two = backends.create("mirrored", 2)
     for kind in ("weight", "seed of place"):
         task = ByPlace(dtype="float64", kind=kind, dropout=dropout)
         with pytest.warns(UserWarning, match="depends on the other examples of its batch"):
-            fit(task, backend=two, callbacks=checked_only(), **OPTIONS)
+            fit(task, backend=two, callbacks=checks(), **OPTIONS)
     task = ByPlace(dtype="float64", kind="seed of example", dropout=dropout)
-    fit(task, backend=two, callbacks=checked_only(), **OPTIONS)  # the same on any number of replicas
+    fit(task, backend=two, callbacks=checks(), **OPTIONS)  # the same on any number of replicas
 
 
 class Experts(keras.layers.Layer):
@@ -451,7 +451,7 @@ class Experts(keras.layers.Layer):
         return inputs * tf.reduce_sum(chosen * has_room, 1, keepdims=True)
 
 
-def test_experts_that_take_a_few_examples_of_a_batch_are_said(checked_only):
+def test_experts_that_take_a_few_examples_of_a_batch_are_said(checks):
     class Task(Prime):
         def looked_up(self):
             return [Experts()]
@@ -460,7 +460,7 @@ def test_experts_that_take_a_few_examples_of_a_batch_are_said(checked_only):
             return {"loss": super().compute(model, batch, training)["loss"]}
 
     with pytest.warns(UserWarning, match="depends on the other examples of its batch"):
-        fit(Task(dtype="float64", dropout=0.5), backend=backends.create("mirrored", 2), callbacks=checked_only(), **OPTIONS)
+        fit(Task(dtype="float64", dropout=0.5), backend=backends.create("mirrored", 2), callbacks=checks(), **OPTIONS)
 
 
 class HardestPairs(Prime):
@@ -474,9 +474,9 @@ class HardestPairs(Prime):
         return {"loss": loss, "weight": tf.cast(others > 0, inputs.dtype)}
 
 
-def test_a_weight_that_depends_on_other_examples_is_said(checked_only):
+def test_a_weight_that_depends_on_other_examples_is_said(checks):
     with pytest.warns(UserWarning, match="depends on the other examples of its batch"):
-        fit(HardestPairs(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=checked_only(), **OPTIONS)
+        fit(HardestPairs(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=checks(), **OPTIONS)
 
 
 class Sharp(Prime):
@@ -501,10 +501,10 @@ class StepOfSharp(Sharp):
 
 
 @pytest.mark.parametrize("kind", [Sharp, StepOfSharp])
-def test_a_gradient_over_the_rows_of_a_replica_is_said(kind, checked_only):
+def test_a_gradient_over_the_rows_of_a_replica_is_said(kind, checks):
     """Of the copies of replicas, TensorFlow knows no gradient outside of a replica: such a trial is made in one."""
     with pytest.warns(UserWarning, match="depends on the other examples of its batch, of which each of 2 replicas"):
-        fit(kind(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=checked_only(), **OPTIONS)
+        fit(kind(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=checks(), **OPTIONS)
 
 
 class SmoothAndBalanced(Balanced):
@@ -515,9 +515,9 @@ class SmoothAndBalanced(Balanced):
         return {"loss": loss + tf.reduce_sum(gradient**2)}
 
 
-def test_a_product_of_means_beside_a_gradient_is_said(checked_only):
+def test_a_product_of_means_beside_a_gradient_is_said(checks):
     with pytest.warns(ReplicaWarning) as warned:
-        fit(SmoothAndBalanced(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=checked_only(), **OPTIONS)
+        fit(SmoothAndBalanced(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=checks(), **OPTIONS)
     assert "adds a loss that isn't a mean over the rows" in " ".join(str(warning.message) for warning in warned)
 
 
@@ -535,7 +535,7 @@ class StepOfGreatest(Greatest):
 
 @pytest.mark.parametrize("kind", [Greatest, StepOfGreatest])
 @pytest.mark.parametrize("greatest", [0, 1, 2])
-def test_the_greatest_of_the_rows_of_a_replica_is_said(kind, greatest, checked_only):
+def test_the_greatest_of_the_rows_of_a_replica_is_said(kind, greatest, checks):
     """It is the same in all shares of a few examples, where each share has that example."""
 
     class Ordered(kind):
@@ -545,4 +545,4 @@ def test_the_greatest_of_the_rows_of_a_replica_is_said(kind, greatest, checked_o
             return ArrayData(inputs, labels, weights)
 
     with pytest.warns(UserWarning, match="depends on the other examples of its batch"):
-        fit(Ordered(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=checked_only(), **OPTIONS)
+        fit(Ordered(dtype="float64"), backend=backends.create("mirrored", 2), callbacks=checks(), **OPTIONS)

@@ -77,22 +77,22 @@ def test_penalties_of_activations_are_means_over_rows_that_weigh_differently(kin
     assert largest_difference(three, one) <= 1e-12
 
 
-def test_with_accumulate_that_is_said(checked_only):
+def test_with_accumulate_that_is_said(checks):
     with pytest.warns(
         UserWarning, match=r"penalty.*: with accumulate=2, a penalty of activations counts by the weights"
     ):
-        weights(Penalised(), checked_only, accumulate=2)
-    weights(Penalised(weighted=False), checked_only, accumulate=2)  # rows weigh the same: nothing to say
+        weights(Penalised(), checks, accumulate=2)
+    weights(Penalised(weighted=False), checks, accumulate=2)  # rows weigh the same: nothing to say
 
 
 @pytest.mark.parametrize("kind", ["masked", "masked in training", "balanced"])
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"backend": ("mirrored", 2)}])
-def test_a_mean_over_what_a_mask_leaves_is_said(kind, options, checked_only):
+def test_a_mean_over_what_a_mask_leaves_is_said(kind, options, checks):
     if "backend" in options:
         options = {"backend": backends.create(*options["backend"])}
     with pytest.warns(UserWarning, match=r"penalty.* adds a loss that isn't a mean over the rows of a batch"):
-        weights(Penalised(kind=kind, weighted=False), checked_only, **options)
-    weights(Penalised(kind=kind, weighted=False), checked_only)  # one replica has all rows: nothing to say
+        weights(Penalised(kind=kind, weighted=False), checks, **options)
+    weights(Penalised(kind=kind, weighted=False), checks)  # one replica has all rows: nothing to say
 
 
 @dataclass
@@ -115,9 +115,9 @@ class Experts(Penalised):
         return data
 
 
-def test_a_balance_of_experts_is_said_whatever_the_first_examples_choose(checked_only):
+def test_a_balance_of_experts_is_said_whatever_the_first_examples_choose(checks):
     with pytest.warns(UserWarning, match=r"penalty.* adds a loss that isn't a mean over the rows of a batch"):
-        weights(Experts(), checked_only, accumulate=2)
+        weights(Experts(), checks, accumulate=2)
 
 
 class OfFloat32(Prime):
