@@ -14,7 +14,7 @@ from loop.step.gradients import all_finite
 from loop.step.loop_state import LoopState
 from loop.step.step_trace import BlockStepTrace, StepTrace
 from loop.step.tracing import compiled, repeated
-from loop.step.variable_values import put_back_unless, read_values
+from loop.step.variable_values import assign_values, read_values
 
 
 class BatchLoop:
@@ -230,5 +230,11 @@ class BlockLoop:
         _, signs, after = repeated(more, step, tf.constant(0, tf.int64), signs, state)
         finite_signs = [all_finite(sign) for sign in signs]
         finite = tf.reduce_all(tf.stack(finite_signs))
-        put_back_unless(finite, changed, old_values)
-        return tf.nest.map_structure(lambda new, old: tf.where(finite, new, old), after, state), finite
+
+        def undone() -> LoopState:
+            assign_values(changed, old_values)
+            return state
+
+        # A branch, since XLA (of TensorFlow 2.21) takes some weights for constants, such as those of a loss with
+        # `tape.batch_jacobian`: read here, they would be as before the loop. A branch gets what they have become.
+        return tf.cond(finite, lambda: after, undone), finite

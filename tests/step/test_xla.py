@@ -49,6 +49,24 @@ def test_same_as_the_graph_with_batch_norm_adam_and_a_short_last_batch():
         assert row == pytest.approx(expected, rel=1e-7)
 
 
+class Curved(Weighted):
+    """Its loss has a derivative by the inputs, in whose gradient XLA takes the weights for constants."""
+
+    def compute(self, model, batch, training):
+        inputs, labels, weight = batch
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            slopes = (model(inputs, training=training) - labels) ** 2
+        return {"loss": tf.reduce_sum(tape.batch_jacobian(slopes, inputs) ** 2, [1, 2]), "weight": weight}
+
+
+def test_the_weights_are_read_as_the_steps_have_left_them():
+    """Each block was undone: it was taken for finite, but what it had made was read as it was before."""
+    graph, xla = (trained(Curved(), epochs=None, steps=6, eval_every="never", compile=how) for how in ("graph", "xla"))
+    for ours, expected in zip(weights(xla), weights(graph), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+
+
 class Often(callbacks.Callback):
     """Cuts the compiled calls after every few steps."""
 
