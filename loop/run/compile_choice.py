@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import statistics
 import time
+import warnings
 from typing import TYPE_CHECKING
 
 import tensorflow as tf
@@ -130,8 +131,13 @@ def _step_seconds(run: Run, data: Data) -> tuple[float, float]:
 def _contender(run: Run, data: Data, way: str) -> _Contender:
     """One way to make steps, compiled."""
     run.options["compile"] = way
-    contender = _Contender(run.session.make_step(data), run.options["steps_per_call"])
-    contender.call()  # the first one traces and compiles, and isn't measured
+    step = run.session.make_step(data)
+    contender = _Contender(step, run.options["steps_per_call"])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "XLA can't compile this task")  # it is said below
+        contender.call()  # the first one traces and compiles, and isn't measured
+    if step.xla_refusal:
+        raise _XLARefusedError(step.xla_refusal)
     return contender
 
 

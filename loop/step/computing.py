@@ -53,7 +53,7 @@ class Computing:
 
     Attributes:
         computed_by_all: the sources whose batches all replicas must compute, even those without rows.
-        uncompiled: the sources whose batches XLA can't compute after all.
+        uncompiled: why XLA can't compute the batches of a source after all, for each such source.
         isolated: the sources whose forward and backward pass is slow unless it is a graph of its own; see
             `ForwardPass._isolates`.
     """
@@ -74,13 +74,19 @@ class Computing:
         self._compiled = compiled
         self._weights = set(map(id, handles(weights if backend.replicas > 1 else [])))
         self.computed_by_all: set[Source] = set()
-        self.uncompiled: set[Source] = set()
+        self.uncompiled: dict[Source, str] = {}
         self.isolated: set[Source] = set()
         self._problem: Exception | None = None
 
     def compiles(self, source: Source) -> bool:
         """Whether XLA computes the batches of a source."""
         return source is self._compiled and source not in self.uncompiled
+
+    def leave_to_graph(self, source: Source, reason: str) -> None:
+        """From the next trace on, XLA doesn't compute the batches of a source; warns of it."""
+        if source not in self.uncompiled:  # replicas are traced in threads
+            self.uncompiled[source] = reason
+            warnings.warn(f"XLA can't compile this task ({reason}): as compile='graph'", stacklevel=2)
 
     def is_isolated(self, source: Source) -> bool:
         """Whether the forward and backward pass over a source's batches is a graph of its own, without collectives."""
@@ -179,6 +185,7 @@ class Computing:
         self, source: Source, rows: Rows, stand_in: Batch | None, parts: int, phase: int = 0
     ) -> Iterator[Replica]:
         """The replica within which `compute` is traced; see `Replica` and `of_rows` for the arguments."""
+        self._leave_texts_to_graph(source, rows.batch)
         replica = Replica(self._backend, rows, self._seed, source.most_rows(parts), phase)
         compiled = self.compiles(source)
         replica.use_stand_in(stand_in, compiled)
@@ -202,11 +209,16 @@ class Computing:
                 raise
             self.computed_by_all.add(source)
             if compiled:
-                self.uncompiled.add(source)
-                warnings.warn(
-                    "compute() needs other replicas, which XLA can't compile: as compile='graph'", stacklevel=2
-                )
+                self.leave_to_graph(source, "compute() needs other replicas")
             raise
+
+    def _leave_texts_to_graph(self, source: Source, batch: Batch) -> None:
+        """Has the graph built in another way if a batch for XLA has texts."""
+        if self.compiles(source) and any(tensor.dtype == tf.string for tensor in tf.nest.flatten(batch)):
+            # TensorFlow may say so, but with some layers it ends the process.
+            self.leave_to_graph(source, "its data has texts")
+            self._problem = RetraceError()
+            raise self._problem
 
     def _check_weights(self, source: Source, replica: Replica) -> None:
         """Checks, at the end of a trace, whether a layer changes its own weights, such as by a mask.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 import numpy as np
@@ -109,6 +108,11 @@ class TrainStep:
     def sliced_variables(self) -> list[tf.Variable]:
         """The variables of which each replica has a slice of its own: slots of optimizers, and moving averages."""
         return self.built.sliced_variables + (self.averages.variables if self.built.shards else [])
+
+    @property
+    def xla_refusal(self) -> str:
+        """Why XLA can't compile training after all; "": it can, or wasn't asked for, or hasn't been tried yet."""
+        return self._context.computing.uncompiled.get(self.data.train, "")
 
     def train(self, iterator: DataIterator, epoch: int, step: int, steps: int) -> CallResult:
         """Makes up to `steps` training steps in one compiled call.
@@ -218,9 +222,8 @@ class TrainStep:
             parts = self._call(iterator, epoch, step, steps)
         except tf.errors.OpError as error:
             reason = refused_by_xla(error) or " ".join(str(error.message).split())[:300]
-            warnings.warn(f"XLA can't compile this task ({reason}): as compile='graph'", stacklevel=2)
             # From now on `BlockLoop.active` is false, and the new trace has no blocks.
-            self._context.computing.uncompiled.add(self.data.train)
+            self._context.computing.leave_to_graph(self.data.train, reason)
             self._compile()
             return self._call(iterator, epoch, step, steps)
         # After the last whole batch there are no blocks: a call from there on has tried none.

@@ -9,10 +9,10 @@ import pytest
 import tensorflow as tf
 
 import callbacks
-from loop import TrainingError, UsageError, fit
+from loop import ArrayData, TrainingError, fit
 from loop.backends import create
 from loop.run import compile_choice
-from tests.tasks import Conv, Weighted
+from tests.tasks import Conv, Weighted, regression
 
 
 def trained(task, run_dir=None, **options):
@@ -157,19 +157,21 @@ def test_a_record_that_says_nothing_is_no_choice(options, tmp_path, monkeypatch)
     assert measured == [True]
 
 
-def test_a_task_that_xla_refuses_is_left_to_the_graph(quick, monkeypatch, capsys):
-    contender = compile_choice._contender
+class Named(Weighted):
+    """Each example has a name."""
 
-    def refusing(run, data, way):
-        if way == "xla":
-            raise UsageError("no such program")
-        return contender(run, data, way)
+    def train_data(self):
+        return ArrayData(*regression(self.examples), np.array([f"row {row}" for row in range(self.examples)]))
 
-    monkeypatch.setattr(compile_choice, "_contender", refusing)
-    auto = trained(Weighted(), compile="auto")
+    def compute(self, model, batch, training):
+        return super().compute(model, batch[:3], training)
+
+
+def test_a_task_that_xla_refuses_is_left_to_the_graph(quick, capsys):
+    """It was measured twice in the graph."""
+    auto = trained(Named(), compile="auto")
     assert taken(auto) == "graph"
-    assert "takes graph: XLA can't compile this task (no such program)" in capsys.readouterr().err
-    assert auto.weights_sha256 == trained(Weighted()).weights_sha256
+    assert "takes graph: XLA can't compile this task (its data has texts)" in capsys.readouterr().err
 
 
 def test_several_replicas_take_the_graph(capsys):

@@ -125,6 +125,25 @@ def test_what_xla_cannot_compile_is_said_and_left_to_the_graph():
     assert xla.weights_sha256 == trained(Opaque(), eval_every="never").weights_sha256
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_texts_are_left_to_the_graph(streams):
+    """With a layer that hashes them, XLA ended the process."""
+
+    class Hashed(Weighted):
+        def build_model(self):
+            layers = [keras.layers.Hashing(7), keras.layers.CategoryEncoding(7, "one_hot"), keras.layers.Dense(1)]
+            return keras.Sequential([keras.Input([1], dtype="string"), *layers])
+
+        def train_data(self):
+            texts = np.array([[f"row {row % 9}"] for row in range(self.examples)])
+            data = (texts, *regression(self.examples)[1:])
+            return tf.data.Dataset.from_tensor_slices(data) if streams else ArrayData(*data)
+
+    with pytest.warns(UserWarning, match="XLA can't compile this task .its data has texts.: as compile='graph'"):
+        xla = trained(Hashed(), compile="xla", eval_every="never")
+    assert xla.weights_sha256 == trained(Hashed(), eval_every="never").weights_sha256
+
+
 def test_what_xla_cannot_compile_of_a_stream_has_its_fix():
     """It was an error of TensorFlow that named a node of the graph."""
 
