@@ -76,8 +76,13 @@ ERRORS = (
 _NAMES = {"float": "float32", "double": "float64", "half": "float16"}
 """How TensorFlow's kernels call types that have another name in Python."""
 
-_OF_XLA = re.compile(r"^.*(?:XLA_\w+_JIT|tf2xla|external/xla).*$", re.MULTILINE)
-"""The line of an error in which XLA says what it can't compile."""
+_OF_XLA = re.compile("XLA_\\w+_JIT|tf2xla|external/xla")
+"""What the error has in it if XLA can't compile a program."""
+
+_PLACE_IN_XLA = re.compile(
+    r"\s*(?:$|File \"|\[\[|tf2xla)|Graph execution error:|Detected at node|<stack traces|Stack trace for"
+)
+"""How the lines of such an error begin that say where in the program, and not why."""
 
 
 def explained(error: BaseException) -> UsageError | None:
@@ -107,8 +112,11 @@ def explained(error: BaseException) -> UsageError | None:
 
 def refused_by_xla(error: tf.errors.OpError) -> str:
     """Why XLA can't compile a step, in a line; "": the error isn't about that."""
-    line = _OF_XLA.search(str(error.message))
-    return line[0].strip()[:200] if line else ""
+    message = str(error.message)
+    if not _OF_XLA.search(message):
+        return ""
+    reasons = [line for line in message.splitlines() if not _PLACE_IN_XLA.match(line)]
+    return (reasons or [message])[0].strip()[:200]
 
 
 def check_optimizer_is_given(task: TrainTask, optimizer: object, model: object) -> None:
