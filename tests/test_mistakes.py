@@ -141,6 +141,10 @@ MISTAKES = {
     "no batch dimension": (OneExample(), "compute() can't take examples of shapes [8], []"),
     "compile instead of an optimizer": (Compiled(), "return the optimizer from build_optimizer()"),
     "a loss without a name": (Task(losses), 'return a dict with a per-example "loss", as in {"loss": values}'),
+    "a metric that isn't named": (
+        Task(lambda y, x: {"loss": losses(y, x), "accuracy": (y, x)}),
+        "leave it out, or name the Keras metric that it is for in build_metrics()",
+    ),
     "another shape in the evaluation": (
         OtherEvaluation(),
         "eval_data() has other examples than train_data(), float32 [4], int64 [] instead of float32 [8], int64 []",

@@ -200,6 +200,6 @@ def _tensor(name: str, value: Value) -> tf.Tensor:
         return tf.convert_to_tensor(value)
     except (TypeError, ValueError, tf.errors.InvalidArgumentError):
         raise UsageError(
-            f'compute() returned "{name}" as {type(value).__name__}: return a tensor of one value per example, or '
-            "leave it out"
+            f'compute() returned "{name}" as {type(value).__name__}: return a tensor of one value per example, leave '
+            "it out, or name the Keras metric that it is for in build_metrics()"
         ) from None
