@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from loop.backends.base import Backend
 from loop.data import ArraySource, Data, DataIterator, IndexedSource, Rows, Source, StreamSource, evaluation_sets
-from loop.errors import TrainingError, UsageError
+from loop.errors import TrainingError, UsageError, message_of
 from loop.model.precision import keras_precision
 from loop.model.variables import as_tf, carried_variables, trainable_variables
 from loop.monitor.phase_marker import HOST, PhaseMarker
@@ -221,7 +221,7 @@ class TrainStep:
         try:
             parts = self._call(iterator, epoch, step, steps)
         except tf.errors.OpError as error:
-            reason = refused_by_xla(error) or " ".join(str(error.message).split())[:300]
+            reason = refused_by_xla(error) or message_of(error)
             # From now on `BlockLoop.active` is false, and the new trace has no blocks.
             self._context.computing.leave_to_graph(self.data.train, reason)
             self._compile()

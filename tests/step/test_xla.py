@@ -119,10 +119,23 @@ class Opaque(Weighted):
         return values
 
 
-def test_what_xla_cannot_compile_is_said_and_left_to_the_graph():
-    with pytest.warns(UserWarning, match="XLA can't compile this task .*EagerPyFunc.* as compile='graph'"):
-        xla = trained(Opaque(), compile="xla")
-    assert xla.weights_sha256 == trained(Opaque(), eval_every="never").weights_sha256
+class Sized(Weighted):
+    """Makes a tensor whose size depends on values, which XLA can't."""
+
+    def compute(self, model, batch, training):
+        values = super().compute(model, batch, training)
+        size = 2 + tf.cast(tf.reduce_sum(batch[2]), tf.int32)
+        return values | {"ones": tf.reduce_sum(tf.ones([size])) * tf.ones_like(values["error"])}
+
+
+@pytest.mark.parametrize(
+    ("task", "reason"),
+    [(Opaque, ".*EagerPyFunc.*"), (Sized, "Input 0 .* with op Fill must be a compile-time constant.")],
+)
+def test_what_xla_cannot_compile_is_said_and_left_to_the_graph(task, reason):
+    with pytest.warns(UserWarning, match=rf"XLA can't compile this task \({reason}\): as compile='graph'"):
+        xla = trained(task(), compile="xla")
+    assert xla.weights_sha256 == trained(task(), eval_every="never").weights_sha256
 
 
 @pytest.mark.parametrize("streams", [False, True])
