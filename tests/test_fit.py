@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import callbacks
 from callbacks import EVENTS, Callback, Checkpoint
-from loop import ArrayData, IndexedData, TrainingError, UsageError, fit
+from loop import ArrayData, IndexedData, TrainingError, UsageError, evaluate, fit
 from loop.backends import create
 from loop.errors import PeerError
 from loop.run.pace import Pace
@@ -409,6 +409,8 @@ def test_another_model_in_the_same_run_names_the_variable(quiet, tmp_path):
     Grown._model = lambda self: Weighted(hidden=6).build_model()
     with pytest.raises(UsageError, match=r"model/00000:.*kernel is float32\[5, 6\], but .* is float32\[5, 4\]"):
         fit(Grown(), callbacks=quiet(), run_dir=tmp_path / "run", epochs=2)
+    with pytest.raises(UsageError, match=r"is float64\[5, 4\], but .* or the run has another precision"):
+        evaluate(Weighted(), tmp_path / "run", precision="float64")
 
 
 def test_stream_that_runs_dry_is_told(quiet):

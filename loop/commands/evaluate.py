@@ -32,7 +32,7 @@ def evaluate(
         path: a checkpoint, or a run directory: its newest good checkpoint is taken, or the best where the run keeps it.
         batch_size: the global batch; it doesn't change the result.
         backend: as for `fit`.
-        precision: as for `fit`.
+        precision: as for `fit`; give that of the run.
 
     Returns:
         The means over all examples, named `eval_...`, of several evaluation sets `eval_<set>_...`; the same on all

@@ -68,7 +68,7 @@ def predict(
             kill isn't computed again. None: the arrays are returned.
         batch_size: the examples in a block, which are computed at once.
         backend: as for `fit`. Its workers share the blocks; each computes on one device.
-        precision: as for `fit`.
+        precision: as for `fit`; give that of the run.
 
     Returns:
         With `out`, a dict of the file, the number of rows, and dtype and shape of the arrays, the same on all workers;

@@ -376,9 +376,11 @@ def assign(variables: Mapping[str, Variable], tensors: Arrays) -> None:
         # A variable may leave a size open, as shape=[None] does: it takes the value of any size.
         fits = tf.TensorShape(variable.shape).is_compatible_with(value.shape)
         if not fits or variable.dtype.as_numpy_dtype != value.dtype:
+            precision = ", or the run has another precision (precision=..., --precision)" if fits else ""
             raise UsageError(
                 f"variable {name} is {variable.dtype.name}{list(variable.shape)}, but {other} in the checkpoint is "
                 f"{value.dtype.name}{list(value.shape)}: the task builds another model than the one that was saved"
+                f"{precision}"
             )
     for variable, value in zip(variables.values(), tensors.values(), strict=True):
         if not isinstance(variable, SlicedVariable):  # of which each replica gets its slice afterwards: `scatter`
